@@ -1,0 +1,205 @@
+"""Forking: an independent copy of an environment in the middle of an episode, through any chain of wrappers.
+
+``fork(env)`` picks the strongest way that holds for every layer, and never weakens it silently:
+
+``native``  the environment copies itself (:class:`ForkableEnv`; its tools fork with it);
+``copy``    ``copy.deepcopy`` of an environment whose state is plain Python objects;
+``replay``  the actions so far are replayed into a fresh environment and every observation is compared (:class:`arpo_env.ReplayFork`);
+``none``    nothing of the above is right: :class:`ForkError` says which layer refuses and what to do.
+
+Wrappers are copied by ``copy.deepcopy``, which reaches the environment inside through ``__deepcopy__``. That is why ``TimeLimit(env)`` forks with its
+step count, while ``get_wrapper_attr("fork")()`` would silently drop the wrapper.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any, ClassVar, Self, TypeVar, cast, overload
+
+import gymnasium
+from gymnasium.error import ClosedEnvironmentError
+from gymnasium.utils.ezpickle import EzPickle
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from gymnasium.wrappers import HumanRendering, RecordVideo
+
+from arpo_env.tools.base import ForkSupport
+
+EnvT = TypeVar("EnvT", bound="gymnasium.Env[Any, Any] | SyncVectorEnv")
+
+STRENGTH: tuple[ForkSupport, ...] = ("none", "replay", "copy", "shared", "native")
+"""Ways to fork from weakest to strongest; a whole is as strong as its weakest part."""
+
+
+class ForkError(RuntimeError):
+    """An environment cannot be forked, or a fork turned out different from its parent."""
+
+
+class TextSpace(gymnasium.spaces.Text):
+    """Any Unicode text up to ``max_length`` characters. ``sample`` draws short printable ASCII.
+
+    ``gymnasium.spaces.Text`` checks a character set, which for all of Unicode costs seconds to build and to copy; here only type and length count.
+    """
+
+    def __init__(self, max_length: int = 1_000_000):
+        super().__init__(max_length=24, min_length=0)
+        self.limit = max_length
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str) and len(x) <= self.limit
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TextSpace) and other.limit == self.limit
+
+    def __repr__(self) -> str:
+        return f"TextSpace({self.limit})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TextSpace:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)  # the character tables are never written to
+        twin._np_random = copy.deepcopy(self._np_random, memo)
+        return twin
+
+
+class ForkableEnv(gymnasium.Env[str, str]):
+    """A text environment that forks. Subclass it and write ``reset`` and ``step``; call ``super().reset(seed=seed)`` first.
+
+    ``fork`` deep-copies every attribute except those named in ``shared``: name there what is immutable or meant to be common (tasks, indexes, formats).
+    What owns a process or a connection overrides :meth:`_fork_into`.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": [], "render_fps": 1}  # noqa: RUF012 - Gymnasium's own convention
+    shared: ClassVar[frozenset[str]] = frozenset({"spec", "metadata", "render_mode"})
+    fork_support: ForkSupport = "native"
+
+    _closed = False
+    _running = False
+
+    def __init__(self) -> None:
+        self.action_space = TextSpace()
+        self.observation_space = TextSpace()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        if self._closed:
+            raise ClosedEnvironmentError(f"{type(self).__name__}.reset() after close(): make a new environment")
+        super().reset(seed=seed)
+        self._running = True
+        return "", {}
+
+    def close(self) -> None:
+        """Free what this copy holds; forks and parents go on. Idempotent."""
+        self._closed = True
+
+    def fork(self) -> Self:
+        """An independent copy in the present state: the same actions give the same observations, rewards and infos in both."""
+        if self._closed:
+            raise ForkError(f"cannot fork a closed {type(self).__name__}")
+        if not self._running:
+            raise ForkError(f"cannot fork {type(self).__name__} before reset()")
+        twin = object.__new__(type(self))
+        memo: dict[int, Any] = {id(self): twin}
+        for name, value in vars(self).items():
+            twin.__dict__[name] = value if name in self.shared else copy.deepcopy(value, memo)
+        self._fork_into(twin)
+        return twin
+
+    def _fork_into(self, twin: Self) -> None:
+        """Give ``twin`` its own external resources. It must raise :class:`ForkError` and leave nothing behind where it cannot."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = self.fork()
+        memo[id(self)] = twin
+        return twin
+
+
+def layers(env: gymnasium.Env[Any, Any]) -> list[gymnasium.Env[Any, Any]]:
+    """The chain of wrappers from the outermost to the environment inside."""
+    chain = [env]
+    while isinstance(chain[-1], gymnasium.Wrapper):
+        chain.append(chain[-1].env)
+    return chain
+
+
+def fork_support(env: gymnasium.Env[Any, Any] | SyncVectorEnv) -> ForkSupport:
+    """How ``fork(env)`` will copy it: ``native``, ``copy``, ``replay`` or ``none``. What a deepcopy really holds is known only after trying."""
+    if isinstance(env, SyncVectorEnv):
+        return min((fork_support(member) for member in env.envs), key=STRENGTH.index)
+    if not isinstance(env, gymnasium.Env):
+        return "none"
+    chain = layers(env)
+    if any(_refusal(layer) for layer in _copied_layers(chain)):
+        return "none"
+    forking = _self_forking_layer(chain)
+    return "copy" if forking is None else cast(ForkSupport, getattr(forking, "fork_support", "native"))
+
+
+@overload
+def fork(env: EnvT, n: None = None) -> EnvT: ...
+@overload
+def fork(env: EnvT, n: int) -> list[EnvT]: ...
+def fork(env: EnvT, n: int | None = None) -> EnvT | list[EnvT]:
+    """An independent copy of ``env`` with all its wrappers; with ``n``, a list of ``n``. All or none: a failure closes what was made.
+
+    Raises :class:`ForkError` where no way of copying is right, where ``env`` is closed or was never reset.
+    """
+    if n is None:
+        return _fork_one(env)
+    made: list[EnvT] = []
+    try:
+        made.extend(_fork_one(env) for _ in range(n))
+    except BaseException:
+        for twin in made:
+            twin.close()
+        raise
+    return made
+
+
+def _fork_one(env: EnvT) -> EnvT:
+    if isinstance(env, AsyncVectorEnv) or not isinstance(env, gymnasium.Env | SyncVectorEnv):
+        raise ForkError(f"expected a gymnasium.Env or SyncVectorEnv, got {type(env).__name__}; other processes cannot be forked from here")
+    members = [layers(member) for member in env.envs] if isinstance(env, SyncVectorEnv) else [layers(env)]
+    copied = [layer for chain in members for layer in _copied_layers(chain)]
+    for layer in copied:
+        if refusal := _refusal(layer):
+            raise ForkError(refusal)
+    # A spec holds the constructor's arguments, perhaps 20,000 tasks; it is never written to.
+    specs = [vars(holder).get(name) for holder in (env, *copied) for name in ("spec", "_cached_spec")]
+    memo: dict[int, Any] = {id(spec): spec for spec in specs}
+    twins: list[gymnasium.Env[Any, Any]] = []
+    try:
+        for layer in filter(None, map(_self_forking_layer, members)):
+            twins.append(layer.fork())  # type: ignore[attr-defined]
+            memo[id(layer)] = twins[-1]
+        return copy.deepcopy(env, memo)
+    except Exception as error:
+        for twin in twins:
+            twin.close()
+        if isinstance(error, ForkError):
+            raise
+        raise ForkError(
+            f"{env} cannot be copied: {type(error).__name__}: {error}. Give it a fork() method, or wrap it in arpo_env.ReplayFork if it is deterministic"
+        ) from error
+
+
+def _copied_layers(chain: list[gymnasium.Env[Any, Any]]) -> list[gymnasium.Env[Any, Any]]:
+    """The layers that deepcopy has to copy: those around the outermost one that forks itself, which answers for everything inside."""
+    return list(itertools.takewhile(lambda layer: not _forks_itself(layer), chain))
+
+
+def _self_forking_layer(chain: list[gymnasium.Env[Any, Any]]) -> gymnasium.Env[Any, Any] | None:
+    return next(filter(_forks_itself, chain), None)
+
+
+def _forks_itself(layer: Any) -> bool:
+    return callable(getattr(type(layer), "fork", None))
+
+
+def _refusal(layer: Any) -> str | None:
+    if isinstance(layer, EzPickle):
+        return (
+            f"{type(layer).__name__} derives from EzPickle, whose deepcopy is a new environment without the state of the episode;"
+            " wrap it in arpo_env.ReplayFork"
+        )
+    if isinstance(layer, RecordVideo | HumanRendering):
+        return f"{type(layer).__name__} draws to one window or file that two copies cannot share; put it around the copies instead"
+    return None
