@@ -47,7 +47,8 @@ class _Worker(threading.Thread):
 
 
 _idle: list[_Worker] = []  # append and pop of a list are atomic
-os.register_at_fork(after_in_child=_idle.clear)  # threads do not live on in a forked process
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.clear)  # threads do not live on in a forked process
 
 
 def call_with_deadline(function: Callable[[], T], seconds: float) -> T:
