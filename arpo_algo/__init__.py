@@ -1,0 +1,70 @@
+"""ARPO: sample trajectories, branch them where the policy's entropy rises after a tool result, train with GRPO.
+
+::
+
+    trainer = ARPOTrainer("path/to/model", gymnasium.make("arpo/World-v0"), ARPOConfig(steps=50, lr=1e-5))
+    trainer.train()
+
+Names are imported when they are first used, so that the parts that need no torch (trees, branching, advantages) load without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from arpo_algo.branching import (
+        Allocation,
+        AuthorsBranching,
+        BranchingStrategy,
+        BranchPoint,
+        EntropyBranching,
+        LowEntropyBranching,
+        NoBranching,
+        RandomBranching,
+        TopEntropyBranching,
+        UniformBranching,
+    )
+    from arpo_algo.codec import ChatCodec, Codec, PlainCodec
+    from arpo_algo.config import ARPOConfig
+    from arpo_algo.evaluate import EvalResult
+    from arpo_algo.learner import Learner, LearnerConfig
+    from arpo_algo.policies.base import Generation, Policy, SamplingParams
+    from arpo_algo.policies.scripted import ScriptedPolicy
+    from arpo_algo.policies.transformers import TransformersPolicy
+    from arpo_algo.rollout import RolloutConfig, sample_groups
+    from arpo_algo.sft import SFTConfig, SFTExample
+    from arpo_algo.train import ARPOTrainer, TrainResult
+    from arpo_algo.tree import RolloutTree, Trajectory
+    from arpo_algo.tree_text import print_tree
+
+_HOME = {
+    "branching": (
+        "Allocation", "AuthorsBranching", "BranchPoint", "BranchingStrategy", "EntropyBranching", "LowEntropyBranching", "NoBranching",
+        "RandomBranching", "TopEntropyBranching", "UniformBranching",
+    ),
+    "codec": ("ChatCodec", "Codec", "PlainCodec"),
+    "config": ("ARPOConfig",),
+    "evaluate": ("EvalResult",),
+    "learner": ("Learner", "LearnerConfig"),
+    "policies.base": ("Generation", "Policy", "SamplingParams"),
+    "policies.scripted": ("ScriptedPolicy",),
+    "policies.transformers": ("TransformersPolicy",),
+    "rollout": ("RolloutConfig", "sample_groups"),
+    "sft": ("SFTConfig", "SFTExample"),
+    "train": ("ARPOTrainer", "TrainResult"),
+    "tree": ("RolloutTree", "Trajectory"),
+    "tree_text": ("print_tree",),
+}  # fmt: skip
+
+__all__ = [  # noqa: PLE0604 - computed from the table above
+    *sorted(name for names in _HOME.values() for name in names)
+]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(importlib.import_module(f"arpo_algo.{module}"), name)
+    raise AttributeError(f"module 'arpo_algo' has no attribute {name!r}")
