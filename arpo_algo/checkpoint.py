@@ -1,0 +1,256 @@
+"""Checkpoints: written whole or not at all, opened by transformers, resumed to the bit.
+
+    RUN/step-000040/model/         weights, config, tokenizer: AutoModelForCausalLM.from_pretrained opens it
+                    adapter/       only with LoRA on a base model that lies nowhere on disk: the exact adapter; model/ then holds the merged weights
+                    learner.pt     optimiser, counters, reference of the KL
+                    rng.pt         random states of Python, numpy and torch
+                    trainer.json   what the trainer keeps: counters, cursor of the tasks
+                    config.json    the settings that a resumed run must share
+                    manifest.json  every file above with its size
+
+A checkpoint is written into a hidden folder beside its place, synced to the disk, and renamed. :func:`latest_checkpoint` takes only folders whose manifest
+agrees with their files, so that one that was copied in part is passed over as well.
+
+Resuming is done in this order: build model and learner, :func:`load_weights`, ``learner.load_state_dict``, and at the very end :func:`restore_rng`, since
+all that comes before it may draw random numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+MANIFEST = "manifest.json"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is incomplete, or belongs to a run with other settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What :func:`load_checkpoint` read; nothing of it is in place yet."""
+
+    folder: Path
+    learner_state: dict[str, Any]
+    trainer_state: dict[str, Any]
+    config: dict[str, Any]
+    rng: dict[str, Any]
+
+    @property
+    def model_path(self) -> Path:
+        return self.folder / "model"
+
+
+def save_checkpoint(
+    folder: str | Path,
+    *,
+    model: nn.Module,
+    tokenizer: Any,
+    learner_state: Mapping[str, Any],
+    trainer_state: Mapping[str, Any],
+    rng: Mapping[str, Any],
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a checkpoint and return its folder; one that is already there is replaced.
+
+    ``model`` and ``tokenizer`` (or None) have ``save_pretrained``; ``trainer_state`` and ``config`` are JSON; ``rng`` comes from :func:`rng_state`.
+    """
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = folder.parent / f".{folder.name}.draft-{os.getpid()}"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        _save_model(model, draft)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(draft / "model")
+        torch.save(dict(learner_state), draft / "learner.pt")
+        torch.save(dict(rng), draft / "rng.pt")
+        _write_json(draft / "trainer.json", trainer_state)
+        _write_json(draft / "config.json", config or {})
+        _write_json(draft / MANIFEST, {"files": _sizes(draft)})
+        _sync(draft)
+        _put_in_place(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def load_checkpoint(folder: str | Path, *, config: Mapping[str, Any] | None = None) -> Checkpoint:
+    """Read a checkpoint. Touches no random state and no model.
+
+    Raises :class:`CheckpointError` when files are missing or cut short, or when a given ``config`` differs from the checkpoint's: every such setting is named.
+    """
+    folder = Path(folder)
+    problem = _problem(folder)
+    if problem:
+        raise CheckpointError(f"{folder} is not a whole checkpoint: {problem}")
+    saved = _read_json(folder / "config.json")
+    if config is not None:
+        _compare(saved, json.loads(json.dumps(config)), folder)
+    learner_state, rng = (torch.load(folder / name, map_location="cpu", weights_only=True) for name in ("learner.pt", "rng.pt"))
+    return Checkpoint(folder=folder, learner_state=learner_state, trainer_state=_read_json(folder / "trainer.json"), config=saved, rng=rng)
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Copy the checkpoint's weights into ``model``, bit for bit; with LoRA those of the adapter. Raises ``RuntimeError`` when names or shapes differ."""
+    adapter = checkpoint.folder / "adapter"
+    folder = adapter if adapter.exists() else checkpoint.model_path
+    tensors = _read_safetensors(folder)
+    if hasattr(model, "peft_config"):
+        from peft import set_peft_model_state_dict
+
+        outcome: Any = set_peft_model_state_dict(model, tensors)
+        missing, unexpected = [name for name in outcome.missing_keys if "lora_" in name], outcome.unexpected_keys
+    else:
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+        missing = [name for name in missing if not tensors.keys() & _names_of_same(model, name)]
+    if missing or unexpected:
+        raise RuntimeError(f"weights in {folder} do not fit the model: missing {missing}, unexpected {unexpected}")
+
+
+def latest_checkpoint(run: str | Path) -> Path | None:
+    """The whole checkpoint with the highest step under ``run`` (folders ``step-N``), or None."""
+    return next((folder for folder in reversed(_checkpoints(Path(run))) if not _problem(folder)), None)
+
+
+def checkpoint_folder(run: str | Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return Path(run) / f"step-{step:06d}"
+
+
+def prune_checkpoints(run: str | Path, *, keep: int) -> list[Path]:
+    """Remove all but the ``keep`` newest whole checkpoints and return the removed; incomplete ones stay for inspection and do not count."""
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}")
+    removed = [folder for folder in _checkpoints(Path(run)) if not _problem(folder)][:-keep]
+    for folder in removed:
+        shutil.rmtree(folder)
+    return removed
+
+
+def rng_state() -> dict[str, Any]:
+    """The random states of Python, numpy and torch (every GPU included) in a form that ``torch.load(weights_only=True)`` opens."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(np.array(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all(),
+    }
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Put the random states back. Call it last: building models and loading weights may draw random numbers."""
+    random.setstate(state["python"])
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _save_model(model: Any, draft: Path) -> None:
+    adapted = hasattr(model, "peft_config")
+    if adapted and not model.get_base_model().config.name_or_path:
+        # An adapter alone would name no base that from_pretrained could open. Merging rounds, so the exact adapter is kept beside it.
+        model.save_pretrained(draft / "adapter")
+        model = copy.deepcopy(model).merge_and_unload()
+    model.save_pretrained(draft / "model")
+
+
+def _put_in_place(draft: Path, folder: Path) -> None:
+    old = folder.parent / f".{folder.name}.old-{os.getpid()}"
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(draft, folder)
+    _sync_path(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    """Folders named ``step-N``, by N."""
+    found = [(int(path.name[5:]), path) for path in run.glob("step-*") if path.name[5:].isdecimal()]
+    return [path for _, path in sorted(found)]
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def _problem(folder: Path) -> str:
+    """What is wrong with a checkpoint; empty when it is whole."""
+    if not (folder / MANIFEST).is_file():
+        return f"no {MANIFEST}"
+    try:
+        expected = _read_json(folder / MANIFEST)["files"]
+    except (ValueError, KeyError) as error:
+        return f"unreadable {MANIFEST}: {error!r}"
+    sizes = _sizes(folder)
+    wrong = [f"{name} has {sizes.get(name)} bytes, expected {size}" for name, size in expected.items() if sizes.get(name) != size]
+    return "; ".join(wrong)
+
+
+def _compare(saved: Mapping[str, Any], current: Mapping[str, Any], folder: Path) -> None:
+    then, now = dict(_flat(saved)), dict(_flat(current))
+    names = sorted(name for name in then.keys() | now.keys() if then.get(name, "(absent)") != now.get(name, "(absent)"))
+    if names:
+        listed = "; ".join(f"{name}: checkpoint {then.get(name, '(absent)')!r}, now {now.get(name, '(absent)')!r}" for name in names)
+        raise CheckpointError(f"{folder} was written with other settings: {listed}")
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"expected *.safetensors in {folder}, found none")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def _names_of_same(model: nn.Module, name: str) -> set[str]:
+    """All names of the parameter called ``name``: tied weights have several, of which save_pretrained writes one."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {other for other, parameter in parameters.items() if parameter is parameters.get(name)}
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return value
+
+
+def _sync(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        _sync_path(path)
+
+
+def _sync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,384 @@
+"""The ``arpo`` command: one dataclass a subcommand, a TOML file plus ``--flag`` overrides over the same fields as in Python."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import logging
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium
+import tyro
+from gymnasium.utils.env_checker import check_env
+
+import arpo_algo.train as training
+from arpo_algo.branching import AnyBranching, EntropyBranching
+from arpo_algo.codec import ChatCodec, Codec, PlainCodec
+from arpo_algo.config import ARPOConfig
+from arpo_algo.doctor import report
+from arpo_algo.evaluate import evaluate
+from arpo_algo.metrics import rollout_metrics
+from arpo_algo.policies.transformers import TransformersPolicy
+from arpo_algo.recording import write_rollouts
+from arpo_algo.rollout import RolloutConfig, sample_groups
+from arpo_algo.settings import SettingsError, build, flags, read_toml
+from arpo_algo.sft import SFTConfig, SFTLearner, sft
+from arpo_algo.traces import read_traces
+from arpo_algo.tracking import TensorBoard, Tracker, Trackio, Wandb
+from arpo_algo.tree_text import print_tree
+from arpo_env.core import ForkError, fork_support
+from arpo_env.task import TaskSet, TaskSource
+from arpo_env.testing import HOSTILE, check_fork
+
+Env = gymnasium.Env[Any, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvSettings:
+    """Which environment, over which tasks."""
+
+    id: str = "arpo/World-v0"
+    """A Gymnasium id, or MODULE:NAME of a function or class that makes an environment."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the environment, for example ``{"hops_max": 3}``; from the configuration file."""
+    tasks: Path | None = None
+    """Task set to load (.jsonl, .parquet); goes to the environment as ``tasks``. With it, ``id`` is arpo/SearchQA-v0 unless given."""
+    search_cache: Path | None = None
+    """Recorded searches (.json: query -> text) that answer the search tool; goes to the environment as ``search``."""
+
+    def make(self) -> Env:
+        """The environment. Raises before anything is sampled when it cannot be made or does not fork."""
+        name = "arpo/SearchQA-v0" if self.tasks is not None and self.id == EnvSettings.id else self.id
+        args = dict(self.args)
+        if self.tasks is not None:
+            args["tasks"] = TaskSet.load(self.tasks)
+        if self.search_cache is not None:
+            args["search"] = str(self.search_cache)
+        try:
+            made = _maker(name)(**args)
+        except TypeError as error:  # mostly an argument that it does not have
+            raise SettingsError(f"{name} cannot be made with {', '.join(sorted(args)) or 'no arguments'}: {error}") from error
+        if not isinstance(made, gymnasium.Env):
+            raise SettingsError(f"{name} must make a gymnasium.Env, got {type(made).__name__}")
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a policy by ARPO."""
+
+    model: str
+    """Path or name of a causal language model."""
+    env: EnvSettings = field(default_factory=EnvSettings)
+    trainer: ARPOConfig = field(default_factory=ARPOConfig)
+    run_dir: Path = Path("runs/arpo")
+    """Metrics, rollouts, checkpoints; an interrupted run there is resumed."""
+    codec: Literal["chat", "plain"] = "chat"
+    """Text to ids by the tokenizer's chat template, or as plain text (base models)."""
+    track: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Where metrics go besides metrics.jsonl and the terminal."""
+
+    def run(self) -> None:
+        policy = TransformersPolicy.from_pretrained(self.model)
+        trainer = training.ARPOTrainer(
+            policy.model,
+            self.env.make(),
+            self.trainer,
+            tokenizer=policy.tokenizer,
+            codec=_codec(policy, self.codec),
+            trackers=[_tracker(name, self.run_dir) for name in self.track],
+            run_dir=self.run_dir,
+        )
+        result = trainer.train()
+        print(f"{'interrupted' if result.interrupted else 'done'} at step {result.step}; model in {result.checkpoint / 'model'}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFT:
+    """Cold start: supervised fine-tuning on recorded traces."""
+
+    model: str
+    """Path or name of a causal language model."""
+    traces: Path
+    """JSON lines, one trace each: {"messages": [{"role": ..., "content": ...}, ...]}; the assistant's text is what is learned."""
+    out: Path = Path("runs/sft")
+    """Folder of the trained model."""
+    sft: SFTConfig = field(default_factory=lambda: SFTConfig(steps=100))
+    codec: Literal["chat", "plain"] = "chat"
+    """Text to ids by the tokenizer's chat template, or as plain text (base models)."""
+
+    def run(self) -> None:
+        policy = TransformersPolicy.from_pretrained(self.model)
+        examples = read_traces(self.traces, _codec(policy, self.codec), end_id=policy.tokenizer.eos_token_id)
+        print(f"{len(examples)} traces, {sum(map(sum, (e.mask for e in examples)))} tokens to learn")
+        every = max(1, self.sft.steps // 20)
+
+        def show(learner: SFTLearner, metrics: Mapping[str, float]) -> None:
+            if learner.steps % every == 0 or learner.steps == self.sft.steps:
+                print(f"step {learner.steps}/{self.sft.steps}  loss {metrics['loss']:.4f}", flush=True)
+
+        sft(policy.model, examples, self.sft, pad_id=policy.tokenizer.pad_token_id or 0, on_step=show)
+        model: Any = policy.model
+        model.save_pretrained(self.out)
+        policy.tokenizer.save_pretrained(self.out)
+        print(f"model in {self.out}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    """Measure a policy on the tasks of an environment."""
+
+    model: str
+    """Path or name of a causal language model."""
+    env: EnvSettings = field(default_factory=EnvSettings)
+    n: int = 200
+    """Tasks, the first ones of the environment's."""
+    samples: int = 1
+    """Trajectories a task; pass@k is reported up to this k."""
+    temperature: float = 0.0
+    """0: greedy."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    codec: Literal["chat", "plain"] = "chat"
+    """Text to ids by the tokenizer's chat template, or as plain text (base models)."""
+    out: Path | None = None
+    """Write the numbers to this JSON file."""
+    seed: int = 0
+
+    def run(self) -> None:
+        policy, env = TransformersPolicy.from_pretrained(self.model), self.env.make()
+        tasks = training.first_tasks(_tasks(env), self.n)
+        codec = _codec(policy, self.codec)
+        measured = evaluate(env, policy, codec, tasks, self.rollout, samples=self.samples, temperature=self.temperature, seed=self.seed)
+        result = training.run_async(measured)
+        print(result)
+        if self.out is not None:
+            _write_json(self.out, result.to_dict() | {"model": self.model, "versions": training.versions()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """Sample groups and print their trees: who branched where, why, with which entropies and rewards."""
+
+    model: str
+    """Path or name of a causal language model."""
+    env: EnvSettings = field(default_factory=EnvSettings)
+    groups: int = 1
+    """Groups to sample, one a task."""
+    first: int = 0
+    """Index of the first task."""
+    branching: AnyBranching = field(default_factory=EntropyBranching)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    codec: Literal["chat", "plain"] = "chat"
+    """Text to ids by the tokenizer's chat template, or as plain text (base models)."""
+    out: Path | None = None
+    """Write the trees as Parquet and metrics.json below this folder."""
+    width: int = 160
+    """Columns of the printed tree."""
+    seed: int = 0
+
+    def run(self) -> None:
+        policy, env = TransformersPolicy.from_pretrained(self.model), self.env.make()
+        codec = _codec(policy, self.codec)
+        sampling = sample_groups(env, policy, codec, self.branching, self.rollout, self._options(env), seed=self.seed)
+        started = time.perf_counter()
+        trees = [tree.canonical() for tree in training.run_async(sampling)]
+        seconds = time.perf_counter() - started
+        for tree in trees:
+            print(print_tree(tree, width=self.width))
+        counts = policy.stats
+        print(
+            f"{counts.decoded_tokens} tokens sampled in {seconds:.1f} s ({counts.decoded_tokens / seconds:.1f} a second);"
+            f" {counts.prefilled_tokens} context tokens computed, {counts.reused_tokens} reused"
+        )
+        if self.out is not None:
+            print(f"trees in {write_rollouts(self.out, 0, trees, decode=codec.decode)}")
+            _write_json(
+                self.out / "metrics.json", rollout_metrics(trees) | {f"policy/{name}": n for name, n in asdict(counts).items()} | {"seconds/rollout": seconds}
+            )
+
+    def _options(self, env: Env) -> list[dict[str, Any] | None]:
+        """Reset options of the groups. An environment without tasks is reset with a seed of its own for each group."""
+        tasks = getattr(env.unwrapped, "tasks", None)
+        if tasks is None:
+            return [None] * self.groups
+        chosen = training.first_tasks(tasks, self.first + self.groups)[self.first :]
+        if len(chosen) < self.groups:
+            raise SettingsError(f"expected {self.groups} tasks from number {self.first} on, the environment has {len(chosen)} there")
+        return [{"task": task} for task in chosen]
+
+
+class ContractBroken(ValueError):
+    """An environment breaks the contract; the message names the rule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckEnv:
+    """Check an environment against the reset, step and fork contract."""
+
+    env: str
+    """A Gymnasium id, or MODULE:NAME of a function or class that makes an environment."""
+    actions: tuple[str, ...] = ()
+    """Turns of an episode that does something. Without them: texts that any text environment must survive, or five random actions of another space."""
+    seed: int = 0
+
+    def run(self) -> None:
+        settings = EnvSettings(id=self.env)
+        env = settings.make()
+        actions = self._actions(env)
+        print(f"{self.env}: forks by {fork_support(env)}")
+        try:
+            check_env(env.unwrapped, skip_render_check=True)
+            print("ok  reset and step (gymnasium.utils.env_checker)")
+            check_fork(settings.make, actions, seed=self.seed)
+        except AssertionError as error:
+            raise ContractBroken(str(error)) from error
+        print(f"ok  fork after each of {len(actions)} actions: child, grandchild, parent and a child that outlives its parent agree")
+        env.close()
+
+    def _actions(self, env: Env) -> list[Any]:
+        if self.actions:
+            return list(self.actions)
+        env.action_space.seed(self.seed)
+        sampled = [env.action_space.sample() for _ in range(5)]
+        return [text for text in HOSTILE if text.isprintable()] if isinstance(sampled[0], str) else sampled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Print versions, devices, extras and how model-written code is isolated here."""
+
+    def run(self) -> None:
+        print(report())
+
+
+COMMANDS: Mapping[str, type[Any]] = {"train": Train, "sft": SFT, "eval": Eval, "rollout": Rollout, "check-env": CheckEnv, "doctor": Doctor}
+
+USER_ERRORS = (ValueError, OSError, ImportError, ForkError, training.RunStopped, gymnasium.error.Error)
+"""What a wrong setting or a wrong environment raises: shown as one message. ARPO_DEBUG=1 shows the traceback."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if args else 2
+    name, *rest = args
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        print(f"arpo: unknown command {name!r}{f', did you mean {close[0]}?' if close else ''}\n\n{_overview()}", file=sys.stderr)
+        return 2
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("arpo_algo").setLevel(logging.INFO)  # a resumed run says so
+    try:
+        parse(name, rest).run()
+    except USER_ERRORS as error:
+        if os.environ.get("ARPO_DEBUG"):
+            raise
+        print(f"arpo {name}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parse(name: str, args: Sequence[str]) -> Any:
+    """The settings of a command: defaults, then its TOML file (a first argument that ends in .toml), then flags."""
+    command, args = COMMANDS[name], list(args)
+    values = read_toml(args.pop(0)) if args and args[0].endswith(".toml") else {}
+    if name == "check-env" and args and not args[0].startswith("-"):
+        values["env"] = args.pop(0)
+    args = [_spelled(arg, {} if name == "check-env" else SHORTHANDS) for arg in args]
+    _choose_strategy(values, ("trainer", "branching") if name == "train" else ("branching",), args)
+    required = {f.name: tyro.MISSING for f in fields(command) if f.default is MISSING and f.default_factory is MISSING}
+    blank = command(**required)
+    # The file is checked by itself, then put before the flags as flags: an object built from the file alone would hold what follows from its values
+    # (the length of a schedule from the number of steps), and keep it when a flag changes them.
+    said, unsaid = flags(build(command, values, base=blank), values)
+    settings = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
+    return tyro.cli(command, default=build(command, unsaid, base=blank), args=[*said, *args], prog=f"arpo {name}", config=settings)
+
+
+SHORTHANDS = {"--tasks": "--env.tasks", "--search-cache": "--env.search-cache", "--env": "--env.id"}
+
+
+def _spelled(arg: str, shorthands: Mapping[str, str]) -> str:
+    flag, equals, value = arg.partition("=")
+    return shorthands.get(flag, flag) + equals + value
+
+
+def _choose_strategy(values: dict[str, Any], path: tuple[str, ...], args: list[str]) -> None:
+    """Move ``--branching NAME`` (or ``--trainer.branching NAME``) from ``args`` to ``values``; the fields of the strategy stay flags."""
+    chosen = None
+    for at in reversed([at for at, arg in enumerate(args) if arg.partition("=")[0] in ("--branching", "--" + ".".join(path))]):
+        chosen = args[at].partition("=")[2] or "".join(args[at + 1 : at + 2])
+        del args[at : at + (1 if "=" in args[at] else 2)]
+    if chosen is None:
+        return
+    for key in path[:-1]:
+        values = values.setdefault(key, {})
+    table = values.get(path[-1], {})
+    values[path[-1]] = {**(table if table.get("type") == chosen else {}), "type": chosen}
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  arpo {name:<{width}}  {(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: arpo COMMAND [CONFIG.toml] [--flag value ...]",
+            "",
+            *lines,
+            "",
+            "Flags override the file. `arpo COMMAND --help` lists them; --branching NAME picks a strategy:",
+            "  EntropyBranching, TopEntropyBranching, UniformBranching, RandomBranching, LowEntropyBranching, AuthorsBranching, NoBranching",
+        ]
+    )
+
+
+def _codec(policy: TransformersPolicy, name: Literal["chat", "plain"]) -> Codec:
+    return ChatCodec(policy.tokenizer) if name == "chat" else PlainCodec(policy.tokenizer)
+
+
+def _tracker(name: Literal["tensorboard", "wandb", "trackio"], run_dir: Path) -> Tracker:
+    makers: Mapping[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorBoard(run_dir / "tensorboard"),
+        "wandb": lambda: Wandb(project=run_dir.name),
+        "trackio": lambda: Trackio(project=run_dir.name),
+    }
+    return makers[name]()
+
+
+def _write_json(path: Path, numbers: Mapping[str, Any]) -> None:
+    """A mean over nothing (NaN) becomes null, which JSON has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in numbers.items()}
+    path.write_text(json.dumps(finite, indent=2, allow_nan=False) + "\n")
+
+
+def _tasks(env: Env) -> TaskSource:
+    tasks = getattr(env.unwrapped, "tasks", None)
+    if tasks is None:
+        raise SettingsError(f"{env} has no tasks to go through; give it an attribute `tasks`")
+    return tasks  # type: ignore[no-any-return]
+
+
+def _maker(name: str) -> Callable[..., Any]:
+    """What makes the environment of a Gymnasium id or of MODULE:NAME."""
+    module, colon, attribute = name.partition(":")
+    if not colon or re.search(r"-v\d+$", name):  # Gymnasium knows ids with a module as well
+        importlib.import_module("arpo_env")  # registers the ids
+        return partial(gymnasium.make, name, disable_env_checker=True)
+    sys.path.insert(0, os.getcwd())
+    found = getattr(importlib.import_module(module), attribute, None)
+    if not callable(found):
+        raise SettingsError(f"{name} must name a function or class that makes an environment, got {found!r}")
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,117 @@
+"""Log-probabilities and entropies of given tokens under a causal language model, with a bound on the memory of the logits.
+
+At a vocabulary of 150,000 the logits are the largest tensor of a training step. Three measures keep them small:
+
+1. Only hidden states that predict a token of the mask go through the head; a hook on the head catches the hidden states of the model's own forward.
+2. The head and the softmax run in chunks, so that ``[tokens, vocabulary]`` in float32 exists for one chunk at a time.
+3. With several chunks each is recomputed in the backward pass instead of kept.
+
+That needs a model whose logits are its head applied to hidden states and nothing more. It is checked once with a two-token forward; a model that scales or
+caps its logits afterwards, or has no head to hook, takes the plain path through its own full logits.
+
+Right-padded rows get no attention mask: under causal attention no token sees the padding behind it, and without a mask the faster kernels apply.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class TokenLogprobs:
+    """``scorer(token_ids, mask) -> (logprobs, entropies)`` of one model at one temperature."""
+
+    def __init__(self, model: nn.Module, *, temperature: float = 1.0, chunk_mib: int = 256, autocast: torch.dtype | None = None) -> None:
+        """``chunk_mib`` bounds the float32 logits held at once, in MiB; ``autocast`` is the dtype of matrix products, None for the model's own."""
+        self.model = model
+        self.temperature = temperature
+        self.chunk_elements = chunk_mib * 2**20 // 4
+        self.autocast = autocast
+        self._head: nn.Module | None = None
+        self._probed = False
+
+    def __call__(self, token_ids: Tensor, mask: Tensor, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probability of each token of the mask (at the temperature) and entropy before it (nats, full vocabulary, temperature 1).
+
+        ``token_ids`` (R, T) int64 right-padded, ``mask`` (R, T) bool with column 0 False, both on the model's device. Returns two (R, T) tensors, 0 outside the
+        mask: float32, or float64 for a float64 model. Entropies carry a gradient only with ``entropy_grad``.
+        """
+        if not self._probed:
+            self._head, self._probed = self._find_head(token_ids), True
+        with torch.autocast(token_ids.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            hidden = self._hidden(token_ids[:, :-1])[mask[:, 1:]]  # (N, H), or logits (N, V) on the plain path
+            logprobs, entropies = self._in_chunks(hidden, token_ids[mask], entropy_grad)  # (N,)
+        zeros = logprobs.new_zeros(token_ids.shape)
+        return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies)
+
+    def _hidden(self, token_ids: Tensor) -> Tensor:
+        """What the head is given at each position (R, T, H); without a plain head the logits (R, T, V)."""
+        if self._head is None:
+            return self._forward(token_ids)
+        caught: list[Tensor] = []
+
+        def catch(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            caught.append(args[0])
+            return (args[0][:, -1:],)  # the head still runs, on one position a row, which costs next to nothing
+
+        hook = self._head.register_forward_pre_hook(catch)
+        try:
+            self._forward(token_ids)
+        finally:
+            hook.remove()
+        return caught[0]
+
+    def _forward(self, token_ids: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=token_ids, use_cache=False).logits
+        return logits
+
+    def _in_chunks(self, hidden: Tensor, targets: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        score = partial(_score, self._head, temperature=self.temperature, entropy_grad=entropy_grad)
+        vocabulary = hidden.shape[-1] if self._head is None else _vocabulary(self._head)
+        size = max(1, self.chunk_elements // vocabulary)
+        if len(targets) <= size:
+            return score(hidden, targets)
+        if torch.is_grad_enabled():
+            score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
+        parts = [score(h, t) for h, t in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)]
+        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
+
+    @torch.no_grad()
+    def _find_head(self, token_ids: Tensor) -> nn.Module | None:
+        """The output layer, if applying it to what it is given makes the model's logits; else None."""
+        get: Any = getattr(self.model, "get_output_embeddings", lambda: None)
+        head: nn.Module | None = get()
+        if head is None or not hasattr(head, "weight"):
+            return None
+        given: list[Tensor] = []
+        hook = head.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+        try:
+            logits = self._forward(token_ids[:1, :2])
+        finally:
+            hook.remove()
+        return head if len(given) == 1 and _same(head(given[0]), logits) else None
+
+
+def _score(head: nn.Module | None, hidden: Tensor, targets: Tensor, *, temperature: float, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies (N,) of ``targets`` (N,) from ``hidden`` (N, H), or from logits (N, V) without a head."""
+    logits = hidden if head is None else head(hidden)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    log_p = (logits / temperature).log_softmax(-1) if temperature != 1 else logits.log_softmax(-1)  # (N, V)
+    logprobs = log_p.gather(-1, targets[:, None]).squeeze(-1)
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        log_p1 = logits.log_softmax(-1) if temperature != 1 else log_p
+        entropies = -(log_p1.exp() * log_p1).sum(-1)
+    return logprobs, entropies
+
+
+def _vocabulary(head: nn.Module) -> int:
+    weight: Any = head.weight
+    return int(weight.shape[0])
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and torch.allclose(left.float(), right.float(), rtol=1e-4, atol=1e-5)

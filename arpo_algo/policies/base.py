@@ -1,0 +1,70 @@
+"""What the rollout loop asks of a policy: token ids in, token ids out, with the numbers that branching and training need.
+
+A policy never sees text on the way in and never re-encodes its own output. Whatever runs behind it (transformers, vLLM, a script), two calls with the
+same ids, parameters and weights give the same tokens, whatever else is running beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one turn is sampled."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy decoding. Log-probabilities are those of the distribution that was sampled from, temperature included."""
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    """The turn ends with the token that completes one of these strings in the decoded text; that token is kept whole."""
+    seed: int = 0
+    """Seed of this turn alone."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One sampled turn. The three lists have one entry for each sampled token."""
+
+    token_ids: list[int]
+    """Sampled ids, the end token included where one was sampled."""
+    logprobs: list[float]
+    """Natural log of the probability of each id under the distribution it was sampled from. Greedy: of the untempered distribution."""
+    entropies: list[float]
+    """Entropy of the next-token distribution before each id: nats, full vocabulary, temperature 1."""
+    stop_reason: Literal["eos", "stop", "length"]
+    stop_string: str | None = None
+    version: int = 0
+    """Version of the weights that sampled the turn."""
+
+
+class Policy(Protocol):
+    """A source of turns. ``generate`` may be awaited many times at once; the policy batches as it likes."""
+
+    @property
+    def version(self) -> int:
+        """Counts weight updates; every :class:`Generation` carries the one it was sampled with."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens that prompt and turn may have together."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
+        """Continue ``prompt_ids``. Raises ``ValueError`` when prompt and ``max_new_tokens`` exceed ``context_length``."""
+        ...

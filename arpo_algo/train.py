@@ -1,0 +1,407 @@
+"""The outer loop: sample groups, turn rewards into advantages, update, log. Readable from top to bottom in :meth:`ARPOTrainer.train`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import gymnasium
+import numpy as np
+from torch import nn
+
+from arpo_algo.advantages import group_advantages, soft
+from arpo_algo.checkpoint import (
+    checkpoint_folder,
+    latest_checkpoint,
+    load_checkpoint,
+    load_weights,
+    prune_checkpoints,
+    restore_rng,
+    rng_state,
+    save_checkpoint,
+)  # fmt: skip
+from arpo_algo.codec import ChatCodec, Codec
+from arpo_algo.config import ARPOConfig
+from arpo_algo.evaluate import EvalResult, evaluate
+from arpo_algo.learner import Learner
+from arpo_algo.losses import KLEstimator, PolicyLoss, clipped_surrogate, kl_k3
+from arpo_algo.metrics import count_calls, rollout_metrics
+from arpo_algo.packing import Rows, Weigh, pad_groups, trajectory_mean
+from arpo_algo.policies.transformers import TransformersPolicy
+from arpo_algo.recording import write_rollouts
+from arpo_algo.rollout import EnvSource, derive_seed, sample_groups
+from arpo_algo.tracking import Console, JsonLines, Tracker, Trackers
+from arpo_algo.tree import RolloutTree
+from arpo_env.core import fork_support
+from arpo_env.task import Task, TaskSource
+
+T = TypeVar("T")
+Assign = Callable[[RolloutTree, np.ndarray], list[np.ndarray]]
+TOKEN_LIMITS = ("length", "context_full")
+"""Stop reasons of trajectories that ran into a token limit."""
+log = logging.getLogger(__name__)
+
+
+class RunStopped(RuntimeError):
+    """The run was stopped because its numbers could no longer be trusted; the message says which limit was passed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What :meth:`ARPOTrainer.train` leaves behind."""
+
+    step: int
+    checkpoint: Path
+    """Folder of the last checkpoint; ``checkpoint / "model"`` opens with ``AutoModelForCausalLM.from_pretrained``."""
+    metrics: dict[str, float]
+    """Metrics of the last step."""
+    interrupted: bool
+
+
+class ARPOTrainer:
+    """Trains a policy by ARPO on an environment.
+
+    Args:
+        model: a causal language model, or the path of one.
+        env: an environment that forks, or a function that makes environments.
+        config: everything that is a number or a switch.
+        tokenizer: the model's; loaded beside it when ``model`` is a path.
+        tasks: where training tasks come from; the environment's own by default. An environment without tasks is reset with a new seed for each group.
+        eval_tasks: tasks to evaluate on.
+        codec: how text becomes ids; the tokenizer's chat template by default.
+        loss, kl, weigh, assign: the objective: see ``arpo_algo.losses``, ``arpo_algo.packing`` and ``arpo_algo.advantages``.
+        ref_model: another reference for the KL term than the model as it is now.
+        trackers: where metrics go besides ``run_dir/metrics.jsonl`` and the terminal.
+        run_dir: metrics, rollouts and checkpoints; must be new, or hold a run with the same settings to resume.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | str | Path,
+        env: EnvSource,
+        config: ARPOConfig | None = None,
+        *,
+        tokenizer: Any = None,
+        tasks: TaskSource | None = None,
+        eval_tasks: TaskSource | None = None,
+        codec: Codec | None = None,
+        loss: PolicyLoss = clipped_surrogate,
+        kl: KLEstimator = kl_k3,
+        weigh: Weigh = trajectory_mean,
+        assign: Assign = soft,
+        ref_model: nn.Module | None = None,
+        trackers: Sequence[Tracker] = (),
+        run_dir: str | Path = "runs/arpo",
+    ):
+        self.config = config if config is not None else ARPOConfig()
+        self.env = env
+        self.run_dir = Path(run_dir)
+        self._has_tools = _check_env(env, self.config)
+        self.policy = _policy(model, tokenizer, self.config)
+        self.model, self.tokenizer = self.policy.model, self.policy.tokenizer
+        self.codec: Codec = codec if codec is not None else ChatCodec(self.tokenizer)
+        self.learner = Learner(self.model, self.config, loss=loss, kl=kl, ref_model=ref_model)
+        self.tasks: TaskSource | None = tasks if tasks is not None else _own_tasks(env)
+        self.eval_tasks = eval_tasks
+        _check_not_empty(tasks=self.tasks, eval_tasks=eval_tasks)
+        self.weigh, self.assign, self.trackers = weigh, assign, list(trackers)
+        self.step = 0
+        """Steps done."""
+        self.cursor = 0
+        """Tasks drawn so far."""
+        self._interrupted = False
+
+    def train(self) -> TrainResult:
+        """Run to ``config.steps``, resuming from ``run_dir`` where it holds a checkpoint. Ctrl-C ends it after the step in progress, saved."""
+        self._open_run()
+        trackers = Trackers([JsonLines(self.run_dir / "metrics.jsonl", resume_step=self.step + 1), Console(self.config.steps), *self.trackers])
+        metrics: dict[str, float] = {}
+        try:
+            with self._interruptible():
+                while self.step < self.config.steps and not self._interrupted:
+                    started = time.monotonic()
+                    trees = self.sample()
+                    rolled_out = time.monotonic()
+                    rows, metrics = self.assemble(trees)
+                    updated = self.learner.update(rows)
+                    self.policy.weights_updated()
+                    self.step += 1
+                    metrics["groups/skipped"] = float(self.config.tasks_per_step - len(trees))
+                    metrics |= updated | _seconds(trees, rollout=rolled_out - started, update=updated.pop("seconds"))
+                    if self.config.eval_every and self.step % self.config.eval_every == 0:
+                        metrics |= {f"eval/{name}": value for name, value in self.evaluate().to_dict().items()}
+                    trackers.log(self.step, metrics)
+                    if self.step % self.config.save_every == 0 or self.step == self.config.steps or self._interrupted:
+                        self.save()
+        finally:
+            trackers.close()
+        folder = latest_checkpoint(self.run_dir / "checkpoints")
+        assert folder is not None
+        return TrainResult(step=self.step, checkpoint=folder, metrics=metrics, interrupted=self._interrupted)
+
+    def sample(self) -> list[RolloutTree]:
+        """The groups of the next step; those without a signal replaced as ``config.resample_rounds`` allows."""
+        trees: list[RolloutTree] = []
+        for round_ in range(1 + self.config.resample_rounds):
+            wanted = self.config.tasks_per_step - sum(_has_signal(tree) for tree in trees) if round_ else self.config.tasks_per_step
+            if wanted == 0:
+                break
+            seed = derive_seed(self.config.seed, self.step, round_)
+            sampling = sample_groups(self.env, self.policy, self.codec, self.config.branching, self.config.rollout, self._draw(wanted), seed=seed)
+            new = run_async(sampling)
+            _check_health(new, self.config)
+            _warn_of_silence(new, self.config, self._has_tools)
+            spare = [tree for tree in trees if not _has_signal(tree)]
+            trees = [tree for tree in trees if _has_signal(tree)] + new
+            trees += spare[: self.config.tasks_per_step - len(trees)]
+        for group, tree in enumerate(trees):
+            tree.group = group
+        return trees
+
+    def assemble(self, trees: Sequence[RolloutTree]) -> tuple[Rows, dict[str, float]]:
+        """The batch of a step and the metrics of its rollouts; writes the trees to disk."""
+        for tree in trees:
+            _shape_overlong(tree, self.config)
+        advantages = [group_advantages(tree.rewards_M, tree.scored_M, scale_by_std=self.config.scale_by_std) for tree in trees]
+        assigned = [self.assign(tree, values) for tree, values in zip(trees, advantages, strict=True)]
+        rows = pad_groups(trees, assigned, pad_id=_pad_id(self.tokenizer), weigh=self.weigh)
+        if self.config.record_every and self.step % self.config.record_every == 0:
+            write_rollouts(self.run_dir / "rollouts", self.step + 1, trees, decode=self.codec.decode, advantages=advantages)
+        return rows, rollout_metrics(trees, advantages)
+
+    def evaluate(self, tasks: TaskSource | None = None, n: int | None = None, *, samples: int = 1, temperature: float = 0.0) -> EvalResult:
+        """Accuracy on the first ``n`` of ``tasks`` (by default ``eval_tasks``), greedily or with ``samples`` a task at ``temperature``."""
+        tasks = tasks if tasks is not None else self.eval_tasks
+        if tasks is None:
+            raise ValueError("nothing to evaluate on: pass tasks here or eval_tasks to the trainer")
+        chosen = first_tasks(tasks, n if n is not None else self.config.eval_tasks)
+        running = evaluate(self.env, self.policy, self.codec, chosen, self.config.rollout, samples=samples, temperature=temperature, seed=self.config.seed)
+        return run_async(running)
+
+    def save(self) -> Path:
+        """Write a checkpoint of the present step."""
+        checkpoints = self.run_dir / "checkpoints"
+        folder = save_checkpoint(
+            checkpoint_folder(checkpoints, self.step),
+            model=self.model,
+            tokenizer=self.tokenizer,
+            learner_state=self.learner.state_dict(),
+            trainer_state={"step": self.step, "cursor": self.cursor},
+            rng=rng_state(),
+            config=asdict(self.config),
+        )
+        prune_checkpoints(checkpoints, keep=self.config.keep_checkpoints)
+        return folder
+
+    # -- the run's folder, tasks, interruption -------------------------------------------------------------------------------------------------------
+
+    def _open_run(self) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        folder = latest_checkpoint(self.run_dir / "checkpoints")
+        if folder is not None:
+            self._resume(folder)
+        elif (self.run_dir / "metrics.jsonl").exists():
+            log.warning("%s holds a run without a checkpoint; it starts again from step 0", self.run_dir)
+        manifest = {"config": asdict(self.config), "strategy": repr(self.config.branching), "versions": versions()}
+        (self.run_dir / "run.json").write_text(json.dumps(manifest, indent=2, default=repr) + "\n")
+
+    def _resume(self, folder: Path) -> None:
+        config = asdict(self.config)
+        checkpoint = load_checkpoint(folder)
+        # A finished or interrupted run may be made longer; everything else must be as it was.
+        load_checkpoint(folder, config=config | {name: checkpoint.config[name] for name in ("steps", "total_steps")})
+        load_weights(self.model, checkpoint)
+        self.learner.load_state_dict(checkpoint.learner_state)
+        self.step, self.cursor = checkpoint.trainer_state["step"], checkpoint.trainer_state["cursor"]
+        self.policy.weights_updated()
+        restore_rng(checkpoint.rng)
+        log.info("resumed %s at step %d", folder, self.step)
+
+    def _draw(self, n: int) -> list[dict[str, Any] | None]:
+        """Reset options of the next ``n`` groups. A task set is gone through in a new random order in each epoch, an unlimited source in its own."""
+        numbers = range(self.cursor, self.cursor + n)
+        self.cursor += n
+        if self.tasks is None:
+            return [None] * n
+        if not isinstance(self.tasks, Sized):
+            return [{"task": self.tasks[number]} for number in numbers]
+        size = len(self.tasks)
+        orders = {epoch: np.random.default_rng([self.config.seed, epoch]).permutation(size) for epoch in {number // size for number in numbers}}
+        return [{"task": self.tasks[int(orders[number // size][number % size])]} for number in numbers]
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """The first Ctrl-C ends the run after this step; a second one at once."""
+        self._interrupted = False
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handle(number: int, frame: object) -> None:
+            self._interrupted = True
+            signal.signal(signal.SIGINT, previous)
+            print("\ninterrupted: finishing this step, then saving; press Ctrl-C again to stop at once", flush=True)
+
+        previous = signal.signal(signal.SIGINT, handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+
+def first_tasks(tasks: TaskSource, n: int) -> list[Task]:
+    """The first ``n`` tasks, or all where there are fewer."""
+    size = len(tasks) if isinstance(tasks, Sized) else n
+    return [tasks[index] for index in range(min(n, size))]
+
+
+def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine, also inside a notebook whose loop is running."""
+    if not _in_loop():
+        return asyncio.run(coroutine)
+    result: list[T] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            result.append(asyncio.run(coroutine))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return result[0]
+
+
+def _in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    found = {"python": platform.python_version()}
+    for name in ("arpo", "torch", "transformers", "gymnasium", "numpy", "math-verify", "antlr4-python3-runtime", "tantivy", "peft"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def overlong_penalty(length: int, *, limit: int, buffer: int) -> float:
+    """0 up to ``limit - buffer`` tokens, then linearly down to -1 at ``limit``. DAPO (arXiv:2503.14476), eq. 13."""
+    if buffer == 0:
+        return 0.0
+    return -min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
+
+
+def _shape_overlong(tree: RolloutTree, config: ARPOConfig) -> None:
+    for trajectory in tree.trajectories:
+        if config.drop_truncated and trajectory.stop_reason in TOKEN_LIMITS:
+            trajectory.scored = False
+        if penalty := overlong_penalty(trajectory.sampled_tokens, limit=config.overlong_limit, buffer=config.overlong_buffer):
+            trajectory.reward += penalty
+            trajectory.reward_parts["overlong"] = penalty
+
+
+def _has_signal(tree: RolloutTree) -> bool:
+    rewards = tree.rewards_M[tree.scored_M]
+    return len(rewards) > 1 and bool(rewards.max() > rewards.min())
+
+
+def _policy(model: nn.Module | str | Path, tokenizer: Any, config: ARPOConfig) -> TransformersPolicy:
+    if isinstance(model, str | Path):
+        return TransformersPolicy.from_pretrained(model)
+    if tokenizer is None:
+        raise ValueError("a model object needs its tokenizer: ARPOTrainer(model, env, tokenizer=...)")
+    return TransformersPolicy(model, tokenizer)
+
+
+def _own_tasks(env: EnvSource) -> TaskSource | None:
+    return getattr(env.unwrapped, "tasks", None) if isinstance(env, gymnasium.Env) else None
+
+
+def _check_not_empty(**sources: TaskSource | None) -> None:
+    for name, tasks in sources.items():
+        if isinstance(tasks, Sized) and not len(tasks):
+            raise ValueError(f"{name}: expected at least one task, got an empty {type(tasks).__name__}")
+
+
+def _check_env(env: EnvSource, config: ARPOConfig) -> bool:
+    """Whether the environment offers tools. Raises ``ValueError`` where it cannot be forked and has to be."""
+    made = env if isinstance(env, gymnasium.Env) else env()
+    support, has_tools = fork_support(made), bool(getattr(made.unwrapped, "tool_schemas", ()))
+    if made is not env:
+        made.close()
+    if support == "none" and (config.branching.timing != "never" or isinstance(env, gymnasium.Env)):
+        raise ValueError(
+            f"{made} cannot be forked, which {type(config.branching).__name__} needs. Give it a fork() method, wrap it in arpo_env.ReplayFork,"
+            " or use NoBranching() with a function that makes environments"
+        )
+    return has_tools
+
+
+def _check_health(trees: Sequence[RolloutTree], config: ARPOConfig) -> None:
+    """Stop where environments or tools fail too often for the rewards to mean anything."""
+    trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
+    failed = [trajectory for trajectory in trajectories if trajectory.stop_reason in ("env_error", "env_timeout")]
+    if len(failed) > config.max_failed_share * len(trajectories):
+        raise RunStopped(
+            f"{len(failed)} of {len(trajectories)} trajectories ended in an environment that failed (max_failed_share={config.max_failed_share});"
+            f" the first: {failed[0].stop_reason}: {failed[0].answer}"
+        )
+    calls = [call for tree in trees for node in tree.nodes for call in node.calls]
+    unavailable = [call["name"] for call in calls if call.get("error") == "unavailable"]
+    if len(unavailable) > config.max_unavailable_share * len(calls):
+        raise RunStopped(
+            f"{len(unavailable)} of {len(calls)} tool calls found their tool unavailable (max_unavailable_share={config.max_unavailable_share}):"
+            f" {', '.join(sorted(set(unavailable)))}"
+        )
+
+
+def _warn_of_silence(trees: Sequence[RolloutTree], config: ARPOConfig, has_tools: bool) -> None:
+    """Warn where a step can teach nothing of what it is for: no tool was reached, or no trajectory came to an end of its own."""
+    trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
+    if has_tools and not count_calls(call for tree in trees for node in tree.nodes for call in node.calls):
+        log.warning(
+            "no call reached a tool in the %d trajectories of this step: the policy does not write the call format, or was not told of it;"
+            " look at rollouts/, check the system prompt, or cold-start the policy (arpo sft)",
+            len(trajectories),
+        )
+    if all(trajectory.stop_reason in TOKEN_LIMITS for trajectory in trajectories):
+        log.warning(
+            "all %d trajectories of this step ran into a token limit (max_turn_tokens=%d, max_context=%s): the policy does not come to an end;"
+            " raise the limits, or check its end token",
+            len(trajectories),
+            config.rollout.max_turn_tokens,
+            config.rollout.max_context,
+        )
+
+
+def _seconds(trees: Sequence[RolloutTree], *, rollout: float, update: float) -> dict[str, float]:
+    tools = math.fsum(node.seconds for tree in trees for node in tree.nodes if node.role == "observation")
+    return {"seconds/rollout": rollout, "seconds/tools": tools, "seconds/update": update}
+
+
+def _pad_id(tokenizer: Any) -> int:
+    """Any id will do under the attention mask; the pad token, else the end token."""
+    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
