@@ -221,7 +221,7 @@ class Learner:
             return self.ref_logprobs(batch.token_ids, batch.mask)[0]
         if self.reference is None:
             return None
-        # Before the forward of the policy: autograd keeps the parameters themselves, and would see other data in the backward pass.
+        # Data are exchanged, nothing is copied. They must be back before any backward pass: autograd keeps the parameters themselves.
         current = [p.data for p in self.trainable]
         try:
             for p, data in zip(self.trainable, self.reference, strict=True):

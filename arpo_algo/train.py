@@ -343,7 +343,7 @@ def _own_tasks(env: EnvSource) -> TaskSource | None:
 def _check_not_empty(**sources: TaskSource | None) -> None:
     for name, tasks in sources.items():
         if isinstance(tasks, Sized) and not len(tasks):
-            raise ValueError(f"{name}: expected at least one task, got an empty {type(tasks).__name__}")
+            raise ValueError(f"{name}: expected at least one task, got a {type(tasks).__name__} without tasks")
 
 
 def _check_env(env: EnvSource, config: ARPOConfig) -> bool:

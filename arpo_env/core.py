@@ -29,11 +29,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import operator
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -156,6 +157,8 @@ class ToolEnv(ForkableEnv):
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise ValueError(f"render_mode must be one of {self.metadata['render_modes']}, got {render_mode!r}")
         self.tasks: TaskSource = tasks if hasattr(tasks, "sample") else TaskSet.from_rows(tasks)  # type: ignore[assignment]
+        if isinstance(self.tasks, Sized) and not len(self.tasks):
+            raise ValueError(f"expected at least one task, got a {type(self.tasks).__name__} without tasks")
         self.prototypes = _prototypes(tools)
         self.call_format: CallFormat = call_format if call_format is not None else Tags()
         self.reward: Reward = HierarchicalReward() if reward is None else as_reward(reward)
@@ -189,8 +192,7 @@ class ToolEnv(ForkableEnv):
         task = self._choose_task((options or {}).get("task"))
         check_task(self.reward, task)
         for name, prototype in self.prototypes.items():
-            self._tools[name] = prototype.bind()
-            self._tools[name].start_episode(task)
+            self._tools[name] = _bound(prototype, task)
         self._running, self._episode = True, Episode(task)
         self._render_human(task.question)
         return task.question, self._info(messages=self._opening(task))
@@ -237,11 +239,11 @@ class ToolEnv(ForkableEnv):
         if self.episode.stop_reason:
             raise ResetNeeded(f"the episode ended ({self.episode.stop_reason}); call reset()")
 
-    def _end(
-        self, reason: str, *, parsed: ParsedTurn | None = None, calls: Sequence[dict[str, Any]] = ()
-    ) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def _end(self, reason: str, *, parsed: ParsedTurn | None = None, calls: Sequence[dict[str, Any]] = ()) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._episode = replace(self.episode, stop_reason=reason)
         score = self.reward(self._episode.task, self._episode)
+        if score.value is not None and not math.isfinite(score.value):
+            raise ValueError(f"{type(self.reward).__name__} must give a finite reward or None, got {score.value!r} for task {self._episode.task.id!r}")
         terminated = reason == "answer"
         reward = score.value if score.value is not None else 0.0
         self._render_human(f"[{reason}, reward {reward if score.value is not None else 'unscored'}]")
@@ -415,9 +417,22 @@ class ToolEnv(ForkableEnv):
             print(text)
 
 
+def _bound(prototype: Tool, task: Task) -> Tool:
+    """An instance for an episode. What it raises is nobody's observation: without its tool an episode must not begin."""
+    try:
+        instance = prototype.bind()
+        instance.start_episode(task)
+    except Exception as error:
+        error.add_note(f"raised by the tool {prototype.name!r} at the start of an episode; no token was sampled in it")
+        raise
+    return instance
+
+
 def _prototypes(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
     prototypes: dict[str, Tool] = {}
     for given in tools:
+        if isinstance(given, type):
+            raise TypeError(f"a tool must be an object, got the class {given.__name__}: write {given.__name__}()")
         prototype = given if isinstance(given, Tool) or not callable(given) else tool(given)
         check_tool(prototype)
         if prototype.name in prototypes:

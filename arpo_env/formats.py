@@ -88,6 +88,7 @@ def boxed(text: str) -> str | None:
     return content
 
 
+_CLOSING = re.compile(r"</([A-Za-z_][\w-]{0,63})>")
 _BRACES = re.compile(r"\\{1,2}boxed\s*\{|\\\\|\\[{}]|[{}]")
 
 
@@ -156,7 +157,7 @@ class Tags:
         outside, unclosed_thought = _outside_thoughts(tags)
         end = next((i for i, tag in enumerate(outside) if tag.closing and tag.name != "think"), None)
         if end is None:
-            return _failed(self._missing(outside, unclosed_thought, tools))
+            return _failed(self._missing(text, outside, unclosed_thought, tools))
         closing = outside[end]
         openings = [tag for tag in outside[:end] if not tag.closing]
         if [tag.name for tag in openings] != [closing.name]:
@@ -202,13 +203,17 @@ class Tags:
     def _holds_mark(self, text: str) -> bool:
         return any(mark in text for mark in (self.result_prefix.strip(), self.result_suffix.strip()) if mark)
 
-    def _missing(self, outside: Sequence[_Tag], unclosed_thought: bool, tools: Mapping[str, Tool]) -> str:
-        """What to say of a turn without any closing tag."""
+    def _missing(self, text: str, outside: Sequence[_Tag], unclosed_thought: bool, tools: Mapping[str, Tool]) -> str:
+        """What to say of a turn without any closing tag of the format."""
         if unclosed_thought:
             return f"{_UNCLOSED_THOUGHT}; {_expected(tools)}"
         opened = next((tag.name for tag in outside if not tag.closing), None)
         if opened is not None:
             return f"<{opened}> was not closed: expected </{opened}> after it"
+        spoken = text.rpartition("</think>")[2]
+        closed = next((name for name in _CLOSING.findall(spoken) if f"<{name}>" in spoken), None)
+        if closed is not None and not self._holds_mark(f"<{closed}>"):
+            return f"there is no tool {closed!r}; {_expected(tools)}"
         return f"neither a call nor an answer was found; {_expected(tools)}"
 
 

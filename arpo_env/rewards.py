@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -291,7 +292,7 @@ class FunctionReward:
         value = self.function(task, episode)
         if value is None:
             return Score(None)
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, Real) or not math.isfinite(value):  # numpy's numbers too
             raise TypeError(f"reward function {self.parts[0]!r} must return a finite number or None, got {value!r}")
         return Score(float(value), {self.parts[0]: float(value)})
 

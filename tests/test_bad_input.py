@@ -43,7 +43,7 @@ def test_the_page_has_a_row_for_each_case_and_quotes_what_is_seen() -> None:
     assert list(table) == list(ROWS)
     for wrong, (seen, run) in ROWS.items():
         shown, then = table[wrong]
-        assert f"`{seen}" in shown or f" {seen}" in shown or f"{seen}`" in shown, (wrong, seen)
+        assert seen in shown, (wrong, seen)
         assert then.startswith(run), (wrong, then)
 
 
@@ -196,7 +196,7 @@ def test_empty_task_file(seen: str, tmp_path: Path) -> None:
     assert str(error.value) == str(tmp_path) + "/" + seen
 
 
-@case("A task set that a filter left empty", STARTS, "expected at least one task, got an empty TaskSet")
+@case("A task set that a filter left empty", STARTS, "expected at least one task, got a TaskSet without tasks")
 def test_empty_task_set(seen: str, tmp_path: Path) -> None:
     empty = arpo_env.TaskSet.from_rows(TASKS).filter(lambda task: False)
     for make in (lambda: tool_env(tasks=empty), lambda: trainer(tmp_path, tool_env(), tasks=empty), lambda: trainer(tmp_path, tool_env(), eval_tasks=empty)):

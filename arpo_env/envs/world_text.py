@@ -93,8 +93,8 @@ class WorldText(Protocol):
 
 
 def normalize(query: str) -> str:
-    """``query`` in lower case, letters and single spaces only."""
-    return " ".join(re.findall(r"[a-z]+", query.lower()))
+    """``query`` in lower case, ASCII letters, digits and single spaces only."""
+    return " ".join(re.findall(r"[a-z]+|[0-9]+", query.lower()))
 
 
 class CompactText:

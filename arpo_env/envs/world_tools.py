@@ -15,7 +15,9 @@ from arpo_env.tools.base import Tool, ToolResult
 
 
 class WorldSearch(Tool):
-    """Looks people up in the world of the episode's task. A last name lists its people, a full name gives the person's card; anything else finds nothing."""
+    """Looks people up in the world of the episode's task. A last name lists its people; a full name gives the person's card, also with what the list says of
+    them in front ("baker mia smith"). Anything else finds nothing.
+    """
 
     name = "search"
     description = "Looks people up. A last name gives the list of people of that name; a full name gives what is known about that person."
@@ -41,11 +43,12 @@ class WorldSearch(Tool):
         if self._world is None:
             raise RuntimeError("WorldSearch was called before start_episode(task)")
         cards, lists, text = self._world["cards"], self._world["lists"], TEXTS[self._world["style"]]
-        wanted = normalize(query)
-        if wanted in cards:
-            return text.card(wanted, cards[wanted]["facts"], cards[wanted])
-        if wanted in lists:
-            return text.people(wanted, lists[wanted]["shows"], {name: cards[name] for name in lists[wanted]["people"]})
+        words = normalize(query).split()
+        name, before = " ".join(words[-2:]), "".join(words[:-2])
+        if name in lists:
+            return text.people(name, lists[name]["shows"], {person: cards[person] for person in lists[name]["people"]})
+        if name in cards and before in ("", "".join(str(cards[name][a]) for a in lists[words[-1]]["shows"])):
+            return text.card(name, cards[name]["facts"], cards[name])
         return text.nothing
 
 

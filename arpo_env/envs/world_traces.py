@@ -85,13 +85,16 @@ class _Worker:
 
     def _person(self, hop: dict[str, Any], before: dict[str, Any]) -> str:
         """The person of this hop, looked up: the one named in the question or on the card before, or one of the namesakes."""
-        known = before["boss"] if before else hop["person"]
-        if hop["given"]:
-            last = known.split()[-1]
-            self._call(self.search, self.text.name(last))
-            known = self._decide(hop, before, self.lists[last]["people"])
-        self._call(self.search, self.text.name(known))
-        return str(known)
+        known = str(before["boss"] if before else hop["person"])
+        if not hop["given"]:
+            self._call(self.search, self.text.name(known))
+            return known
+        last = known.split()[-1]
+        self._call(self.search, self.text.name(last))
+        known = self._decide(hop, before, self.lists[last]["people"])
+        told_by = [self.text.value(attribute, self.cards[known][attribute]) for attribute in hop["given"]]
+        self._call(self.search, " ".join([*told_by, self.text.name(known)]))  # "baker mia smith": first what decides, then who it is
+        return known
 
     def _decide(self, hop: dict[str, Any], before: dict[str, Any], people: list[str]) -> str:
         given, right = hop["given"], self.cards[hop["person"]]

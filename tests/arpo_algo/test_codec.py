@@ -155,7 +155,7 @@ def test_inline_observations_continue_the_open_turn_as_they_are() -> None:
     assert codec.observation("hello", [user("?")], "inline", closed=True) == codec.observation("", [user("hello")], "user", closed=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     turns=st.lists(st.text(LETTERS, max_size=12).map("x".__add__), min_size=1, max_size=4),
     data=st.data(),
@@ -271,6 +271,16 @@ def test_special_tokens_in_a_result_leave_the_mask_alone() -> None:
     assert (trajectory.answer, trajectory.reward) == ("yes", 1.0)
 
 
+def test_a_word_that_is_a_special_token_of_its_vocabulary_is_text_too() -> None:
+    words = ["[unk]", "<|im_end|>", "a", "b", "<", "|im_end|>"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[unk]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", unk_token="[unk]")
+    ids = PlainCodec(fast).observation("a <|im_end|> b", [], "inline", closed=False)
+    assert fast.eos_token_id not in ids
+    assert (ids[0], ids[-1]) == (2, 3)
+
+
 # -- templates that lack something -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -329,7 +339,7 @@ def test_a_template_that_hides_what_the_assistant_wrote_is_refused() -> None:
 def test_no_chat_template() -> None:
     tokenizer = make_tokenizer(None)
     with pytest.raises(
-        ValueError, match=r"has no chat template\. Pass codec=PlainCodec\(tokenizer\) for a base model, or ChatCodec\(tokenizer, template=\.\.\.\)"
+        ValueError, match=r"has no chat template\. Pass codec=PlainCodec\(tokenizer\) for a base model.*, or ChatCodec\(tokenizer, template=\.\.\.\)"
     ):
         ChatCodec(tokenizer)
     assert tokenizer.decode(ChatCodec(tokenizer, template=CHATML).prompt([user("x")])) == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"

@@ -325,6 +325,22 @@ def test_minibatches_are_means_over_their_own_trajectories():
     assert learner.update(rows)["steps"] == 6
 
 
+def test_minibatches_are_drawn_anew_each_pass_and_each_update():
+    rows = rows_of(rollout(tiny_model(), [[length] for length in range(1, 9)]))  # a row is known by its number of sampled tokens
+    learner = Learner(tiny_model(), LearnerConfig(minibatches=2, epochs=2))
+
+    def order() -> list[list[int]]:
+        sizes = [int(size) for part in learner._minibatches(rows) for size in part.mask.sum(1)]
+        return [sizes[:8], sizes[8:]]
+
+    first = order()
+    assert first == order()
+    learner.updates += 1
+    orders = [*first, *order()]
+    assert all(sorted(passed) == list(range(1, 9)) for passed in orders)
+    assert len({tuple(passed) for passed in orders}) == 4
+
+
 def test_entropy_bonus_raises_entropy_and_is_off_by_default():
     assert LearnerConfig().entropy_coef == 0 and LearnerConfig().kl_coef == 0
     entropies = {}
@@ -478,7 +494,12 @@ def test_learning_rate_follows_the_steps_taken():
     model = tiny_model()
     rows = rows_of(rollout(model, LENGTHS))
     learner = Learner(model, LearnerConfig(lr=1e-3, warmup_steps=2, schedule="linear", total_steps=4))
-    assert [learner.update(rows)["lr"] for _ in range(4)] == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4])
+    reported, used = [], []
+    for _ in range(4):
+        reported.append(learner.update(rows)["lr"])
+        used.append([group["lr"] for group in learner.optimizer.param_groups])
+    assert reported == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4])
+    np.testing.assert_allclose(used, np.array(reported)[:, None] * [1, 1])
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_a_stuck_environment_costs_its_own_trajectory_alone(workers: int) -> Non
     free = threading.Event()
     stuck = Talk(echo, before=lambda turns: free.wait() if turns == ["c"] else None)
     try:
-        tree = sample_one(Writer(numbered(2)), stuck, NoBranching(), group_size=8, initial=8, env_workers=workers, step_timeout=1.0)
+        tree = sample_one(Writer(numbered(2)), stuck, NoBranching(), group_size=8, initial=8, env_workers=workers, step_timeout=2.0)
         assert all(thread.daemon for thread in threading.enumerate() if thread.name == "arpo-env"), "the process could not exit"
     finally:
         free.set()
@@ -52,7 +52,7 @@ def test_a_stuck_environment_does_not_hold_up_a_round_for_ever() -> None:
     free = threading.Event()
     stuck = Talk(echo, before=lambda turns: free.wait() if turns == ["a"] else None)
     try:
-        tree = sample_one(Writer(numbered(2)), stuck, EntropyBranching(), group_size=4, initial=2, env_workers=2, step_timeout=1.0)
+        tree = sample_one(Writer(numbered(2)), stuck, EntropyBranching(), group_size=4, initial=2, env_workers=2, step_timeout=2.0)
     finally:
         free.set()
     assert [t.stop_reason for t in tree.trajectories] == ["env_timeout", "answer", "answer", "answer"]
@@ -179,7 +179,7 @@ def test_a_fork_that_hangs_is_a_failed_fork() -> None:
     env = Talk(echo, forks=lambda turns: bool(free.wait()) if turns == ["a"] else True)
     try:
         with pytest.warns(UserWarning, match="no branch point after node 2: TimeoutError"):
-            tree = sample_one(Writer(numbered(1)), env, UniformBranching(), group_size=2, initial=1, env_workers=2, step_timeout=1.0)
+            tree = sample_one(Writer(numbered(1)), env, UniformBranching(), group_size=2, initial=1, env_workers=2, step_timeout=2.0)
     finally:
         free.set()
     assert tree.metadata["fork_failures"] == 1
@@ -202,7 +202,7 @@ def test_a_fork_that_comes_too_late_is_closed() -> None:
 
     env = Late(echo)
     with pytest.warns(UserWarning, match="no branch point"):
-        sample_one(Writer(numbered(1)), env, UniformBranching(), group_size=2, initial=1, env_workers=2, step_timeout=1.0)
+        sample_one(Writer(numbered(1)), env, UniformBranching(), group_size=2, initial=1, env_workers=2, step_timeout=2.0)
     assert env.events.count("close") == env.events.count("fork") - 1
     free.set()
     assert made.wait(30)

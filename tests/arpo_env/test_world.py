@@ -283,7 +283,9 @@ def test_search_lists_namesakes_and_shows_cards() -> None:
     assert search.call(query="jones") == "4 3 ana"
     assert search.call(query="mia smith") == "city north haven age 3 4 pet cat boss jones"
     assert search.call(query=" Mia,  SMITH? ") == search.call(query="mia smith")
-    for nobody in ("mia", "smith mia", "baker smith", "", "\ud800", "smith smith"):
+    assert search.call(query="baker mia smith") == search.call(query="mia smith")
+    assert search.call(query="4 3 ana jones") == search.call(query="43 ana jones") == search.call(query="ana jones") != "none"
+    for nobody in ("mia", "smith mia", "baker smith", "", "\ud800", "smith smith", "nurse mia smith", "pilot ana jones", "mia smith baker"):
         assert search.call(query=nobody) == "none"
 
 
@@ -421,13 +423,13 @@ def test_each_kind_of_noise() -> None:
     assert all(len(turns) == 5 for _, turns in mistakes())
     for task, turns in mistakes(first_candidate=1.0):
         first = task.metadata["lists"][turns[0][0].split()[1]]["people"][0]
-        assert turns[1][0] == f"<search> {first} </search>"
+        assert turns[1][0] == f"<search> {task.metadata['cards'][first]['job']} {first} </search>"
     assert all([turn.split()[0] for turn, _ in turns] == ["<search>", "<search>", "<python>", "<answer>"] for _, turns in mistakes(skip_hop=1.0))
     assert all([turn.split()[0] for turn, _ in turns] == ["<search>"] * 3 + ["<answer>"] for _, turns in mistakes(skip_calculation=1.0))
     assert all(turns[-1][0] != f"<answer> {task.answer} </answer>" for task, turns in mistakes(wrong_attribute=1.0))
     assert all(turns[-2] == (turns[-1][0].removeprefix("<answer> "), " <result> error </result> ") for _, turns in mistakes(bad_format=1.0))
     assert all(len(turns) == 1 for _, turns in mistakes(guess=1.0))
-    chosen = [turns[1][0].split()[1:3] == task.metadata["hops"][0]["person"].split() for task, turns in mistakes(random_candidate=1.0)]
+    chosen = [turns[1][0].split()[2:4] == task.metadata["hops"][0]["person"].split() for task, turns in mistakes(random_candidate=1.0)]
     assert 2 <= sum(chosen) <= 20  # 30 draws at 1/3
 
 
