@@ -58,8 +58,38 @@ _HOME = {
     "tree_text": ("print_tree",),
 }  # fmt: skip
 
-__all__ = [  # noqa: PLE0604 - computed from the table above
-    *sorted(name for names in _HOME.values() for name in names)
+__all__ = [
+    "ARPOConfig",
+    "ARPOTrainer",
+    "Allocation",
+    "AuthorsBranching",
+    "BranchPoint",
+    "BranchingStrategy",
+    "ChatCodec",
+    "Codec",
+    "EntropyBranching",
+    "EvalResult",
+    "Generation",
+    "Learner",
+    "LearnerConfig",
+    "LowEntropyBranching",
+    "NoBranching",
+    "PlainCodec",
+    "Policy",
+    "RandomBranching",
+    "RolloutConfig",
+    "RolloutTree",
+    "SFTConfig",
+    "SFTExample",
+    "SamplingParams",
+    "ScriptedPolicy",
+    "TopEntropyBranching",
+    "TrainResult",
+    "Trajectory",
+    "TransformersPolicy",
+    "UniformBranching",
+    "print_tree",
+    "sample_groups",
 ]
 
 

@@ -23,6 +23,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,8 @@ def save_checkpoint(
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     try:
-        _save_model(model, draft)
+        with _no_progress_bars():
+            _save_model(model, draft)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft / "model")
         torch.save(dict(learner_state), draft / "learner.pt")
@@ -160,6 +162,20 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers draws a bar for each file it writes, across whatever else is on the terminal."""
+    from transformers.utils import logging
+
+    was = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if was:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _save_model(model: Any, draft: Path) -> None:

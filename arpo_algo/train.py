@@ -41,7 +41,7 @@ from arpo_algo.metrics import count_calls, rollout_metrics
 from arpo_algo.packing import Rows, Weigh, pad_groups, trajectory_mean
 from arpo_algo.policies.transformers import TransformersPolicy
 from arpo_algo.recording import write_rollouts
-from arpo_algo.rollout import EnvSource, derive_seed, sample_groups
+from arpo_algo.rollout import EnvSource, PromptTooLong, derive_seed, sample_groups
 from arpo_algo.tracking import Console, JsonLines, Tracker, Trackers
 from arpo_algo.tree import RolloutTree
 from arpo_env.core import fork_support
@@ -52,6 +52,9 @@ Assign = Callable[[RolloutTree, np.ndarray], list[np.ndarray]]
 TOKEN_LIMITS = ("length", "context_full")
 """Stop reasons of trajectories that ran into a token limit."""
 log = logging.getLogger(__name__)
+
+MAX_REDRAWS = 3
+"""How often further tasks are drawn for a step whose prompts are all too long."""
 
 
 class RunStopped(RuntimeError):
@@ -158,9 +161,7 @@ class ARPOTrainer:
             wanted = self.config.tasks_per_step - sum(_has_signal(tree) for tree in trees) if round_ else self.config.tasks_per_step
             if wanted == 0:
                 break
-            seed = derive_seed(self.config.seed, self.step, round_)
-            sampling = sample_groups(self.env, self.policy, self.codec, self.config.branching, self.config.rollout, self._draw(wanted), seed=seed)
-            new = run_async(sampling)
+            new = self._sample_groups(wanted, round_)
             _check_health(new, self.config)
             _warn_of_silence(new, self.config, self._has_tools)
             spare = [tree for tree in trees if not _has_signal(tree)]
@@ -169,6 +170,18 @@ class ARPOTrainer:
         for group, tree in enumerate(trees):
             tree.group = group
         return trees
+
+    def _sample_groups(self, n: int, round_: int) -> list[RolloutTree]:
+        """``n`` groups, fewer where a prompt does not fit; further tasks are drawn, a bounded number of times, when none does."""
+        for attempt in range(MAX_REDRAWS + 1):
+            seed = derive_seed(self.config.seed, self.step, round_, attempt)
+            sampling = sample_groups(self.env, self.policy, self.codec, self.config.branching, self.config.rollout, self._draw(n), seed=seed)
+            try:
+                return run_async(sampling)
+            except PromptTooLong:
+                if attempt == MAX_REDRAWS or self.tasks is None:
+                    raise
+        raise AssertionError("the loop returns or raises")
 
     def assemble(self, trees: Sequence[RolloutTree]) -> tuple[Rows, dict[str, float]]:
         """The batch of a step and the metrics of its rollouts; writes the trees to disk."""

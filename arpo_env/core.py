@@ -11,7 +11,8 @@ failed: both become an observation and an entry of ``info["tool_calls"]``.
 ``observation_role`` how the observation enters the context: ``inline`` (raw text), ``tool`` or ``user`` (chat messages)
 ``stop_strings``     where sampling of the next turn ends
 ``tools``            JSON schemas of the tools, for chat templates
-``tool_calls``       calls of this turn in order: ``name``, ``arguments``, ``ok``, ``error`` ("" when ok), ``executed``
+``tool_calls``       calls of this turn in order: ``name``, ``arguments``, ``ok``, ``error`` ("" when ok), ``executed``; for each entry of
+                     ``errors`` one named ``unparsed`` with error ``malformed``
 ``n_tool_calls``     calls executed in the episode so far
 ``errors``           what was wrong with the turn, in the words the model was given
 ``answer``           the final answer, "" until there is one
@@ -391,7 +392,7 @@ class ToolEnv(ForkableEnv):
             "observation_role": self.call_format.role,
             "stop_strings": self.stop_strings,
             "tools": self.tool_schemas,
-            "tool_calls": list(calls),
+            "tool_calls": [*calls, *(_unparsed() for _ in (parsed.errors if parsed else ()))],
             "n_tool_calls": len(episode.calls),
             "errors": list(parsed.errors) if parsed else [],
             "answer": episode.answer or "",
@@ -470,6 +471,11 @@ def _attempt(instance: Tool, arguments: Mapping[str, Any], deadline: float | Non
     if not isinstance(result.text, str):
         return ToolResult.failure("exception", f"{instance.name} returned a ToolResult whose text is {type(result.text).__name__}, expected str")
     return result
+
+
+def _unparsed() -> dict[str, Any]:
+    """The entry of a call that could not be read; what was wrong is in ``errors``."""
+    return {"name": "unparsed", "arguments": {}, "ok": False, "error": "malformed", "executed": False}
 
 
 def _describe(call: ToolCall, result: ToolResult, reached: bool) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def tool_env(tools: Any = (search,), tasks: Any = TASKS, **options: Any) -> Tool
 
 
 def trainer(run_dir: Path, env: Any, config: ARPOConfig = CONFIG, **options: Any) -> ARPOTrainer:
-    model = build_model(TOKENIZER, hidden=16, layers=1, heads=2)
+    model = build_model(TOKENIZER, hidden=16, layers=2, heads=2)
     return ARPOTrainer(model, env, config, tokenizer=options.pop("tokenizer", TOKENIZER), run_dir=run_dir, **options)
 
 

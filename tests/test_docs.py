@@ -26,7 +26,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model where the pages say ``path/to/model``."""
     path = tmp_path_factory.mktemp("model")
     tokenizer = build_tokenizer(world_vocabulary(WorldConfig()))
-    build_model(tokenizer, hidden=16, layers=1, heads=2).save_pretrained(path)
+    build_model(tokenizer, hidden=16, layers=2, heads=2).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 

@@ -14,7 +14,7 @@ from arpo_env.envs.world_tasks import WorldConfig, WorldTasks, world_vocabulary
 from arpo_env.envs.world_text import TEXTS, Style, WorldText
 from arpo_env.envs.world_tools import WorldCalculator, WorldSearch
 from arpo_env.formats import CallFormat, Tags
-from arpo_env.rewards import Reward
+from arpo_env.rewards import ExactMatch, HierarchicalReward, Reward
 from arpo_env.task import Task
 from arpo_env.tools.base import Tool, ToolResult
 
@@ -46,7 +46,8 @@ class WorldEnv(ToolEnv):
     Args:
         config: the world, instead of its fields as keywords.
         python_tool: replaces the calculator, for example a ``PythonTool()``; it must be named "python".
-        call_format, reward, max_turns, max_tool_calls, render_mode: as in :class:`ToolEnv`. The compact style has no system prompt.
+        reward: the paper's reward over exact match by default: answers are exact, and part of a number is worth nothing.
+        call_format, max_turns, max_tool_calls, render_mode: as in :class:`ToolEnv`. The compact style has no system prompt.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class WorldEnv(ToolEnv):
             WorldTasks(self.config),
             [WorldSearch(), python_tool if python_tool is not None else WorldCalculator(spaced=compact)],
             call_format=call_format if call_format is not None else world_format(self.config.style),
-            reward=reward,
+            reward=reward if reward is not None else HierarchicalReward(accuracy=ExactMatch()),
             max_turns=max_turns,
             max_tool_calls=max_tool_calls,
             system_prompt="" if compact else None,

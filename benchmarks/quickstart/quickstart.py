@@ -48,12 +48,13 @@ class Settings:
     layers: int = 2
     threads: int = 2
     """Threads of torch."""
-    sft: SFTConfig = field(default_factory=lambda: SFTConfig(steps=500, batch_size=48, lr=4e-3, muon_lr=0.03, warmup_steps=50))
+    sft: SFTConfig = field(default_factory=lambda: SFTConfig(steps=400, batch_size=48, lr=4e-3, muon_lr=0.01, warmup_steps=20, micro_batch_tokens=2048))
     arpo: ARPOConfig = field(
         default_factory=lambda: ARPOConfig(
-            steps=40,
+            steps=60,
             tasks_per_step=8,
             lr=5e-4,
+            micro_batch_tokens=2048,
             rollout=RolloutConfig(group_size=16, initial=8, window=4, max_turn_tokens=24, max_context=320, max_live=128, env_workers=0),
             branching=EntropyBranching(),
             record_every=10,

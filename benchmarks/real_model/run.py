@@ -12,6 +12,7 @@ Every command is printed as it would be typed. Numbers go to summary.json.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import time
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from arpo_algo.cli import main as arpo
 from arpo_algo.settings import read_toml
 from arpo_algo.train import versions
 
-CONFIG = Path(__file__).parent / "search.toml"
+CONFIG = Path(os.path.relpath(Path(__file__).parent / "search.toml"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,9 @@ class Settings:
     """Which of the tasks the tree is shown for."""
     group_size: int = 8
     initial: int = 4
-    turn_tokens: int = 48
+    turn_tokens: int = 64
     """Most tokens of a turn."""
-    sft_steps: int = 12
+    sft_steps: int = 5
     """Steps of the cold start, four traces each."""
     train_groups: int = 2
     """Groups of the training step."""
@@ -82,12 +83,13 @@ def compare(before: Path, after: Path) -> tuple[int, int, float]:
     return changed, sum(tensor.numel() for tensor in old.values()), largest
 
 
-def says(folder: Path, question: str) -> str:
-    """What the model in ``folder`` answers, greedily: the checkpoint opens with transformers alone."""
+def says(folder: Path, system: str, question: str) -> str:
+    """What the model in ``folder`` writes first, greedily: the checkpoint opens with transformers alone."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ids = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
@@ -125,7 +127,8 @@ def main(settings: Settings) -> None:
     settings.out.mkdir(parents=True, exist_ok=True)
     fetch(FetchSettings(out=settings.model))
     started = time.monotonic()
-    split = split_tasks(settings.data, settings.out, read_toml(CONFIG)["env"]["args"])
+    env_args = read_toml(CONFIG)["env"]["args"]
+    split = split_tasks(settings.data, settings.out, env_args)
     print(f"{split.n_tasks + split.n_traces} questions of train_10k.parquet have a recorded answer: {split.n_traces} traces, {split.n_tasks} tasks")
 
     public, cache = settings.data / "train_10k.parquet", settings.data / "search_cache.json"
@@ -133,11 +136,12 @@ def main(settings: Settings) -> None:
     group = {"group-size": settings.group_size, "initial": settings.initial, "max-turn-tokens": settings.turn_tokens}
     own = ["--tasks", public, "--search-cache", cache, "--first", 1]
     command("rollout", "--model", settings.model, *own, *flags("rollout", group), "--out", zero)
-    sft = {"steps": settings.sft_steps, "batch-size": 4, "lr": 2e-4, "warmup-steps": 2}
+    sft = {"steps": settings.sft_steps, "batch-size": 4, "lr": 1e-4, "warmup-steps": 2}
     command("sft", "--model", settings.model, "--traces", split.traces, *flags("sft", sft), "--out", cold)
     recorded = ["--model", cold, "--tasks", split.tasks, "--search-cache", cache]
     command("rollout", CONFIG, *recorded, "--first", settings.first, *flags("rollout", group), "--out", warm)
-    step = {"steps": 1, "tasks-per-step": settings.train_groups, "lr": settings.lr}
+    # A group whose rewards are all equal teaches nothing; such groups are replaced twice at most.
+    step = {"steps": 1, "tasks-per-step": settings.train_groups, "lr": settings.lr, "resample-rounds": 2}
     command("train", CONFIG, *recorded, *flags("trainer.rollout", group), *flags("trainer", step), "--run-dir", run)
     seconds = time.monotonic() - started
 
@@ -154,7 +158,8 @@ def main(settings: Settings) -> None:
     for title, name in (("rollout as it comes", "zero_shot"), ("rollout after the cold start", "rollout"), ("one training step", "train")):
         print(describe(title, parts[name]))
     print(f"weights: {changed:,} of {total:,} changed, by {largest:.2g} at most; {model} opens with AutoModelForCausalLM")
-    print(f"  and says {says(model, 'What is the capital of France?')!r}")
+    question = "Who founded the city of Vienna?"
+    print(f"  and answers {question!r} with {says(model, env_args['system_prompt'], question)!r}")
     weights = {"changed": changed, "total": total, "largest": largest}
     summary = parts | {"weights": weights, "seconds": seconds, "threads": settings.threads, "versions": versions()}
     (settings.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

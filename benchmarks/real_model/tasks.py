@@ -1,8 +1,8 @@
 """Tasks and traces for a small model out of the public training set and the record of searches.
 
-The record holds 1,000 queries, so most of the 10,000 training questions would find nothing. Kept are those questions to which a recorded query comes near and
-whose answer stands in what the environment then shows. Half of them become traces for a cold start (the recorded query, the recorded result, the reference
-answer), the other half tasks; they share no question.
+The record holds 1,000 queries, so most of the 10,000 training questions would find nothing. Kept are those questions that come near to a recorded query and
+whose answer stands in what the environment then shows. Half of them become traces for a cold start (the question as the query, the recorded result, the
+reference answer), the other half tasks; they share no question.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def split_tasks(data: Path, out: Path, env_args: dict[str, Any]) -> Split:
     ]
     # The system prompt of a task is the data set's: without it, the environment's own holds for all.
     env = SearchQAEnv(TaskSet([replace(task, system_prompt=None) for task in near]), data / "search_cache.json", **env_args)
-    found = [(task, trace) for task in near if (trace := _trace(env, task, record.nearest(task.question)[0])) is not None]
+    found = [(task, trace) for task in near if (trace := _trace(env, task)) is not None]
     env.close()
     traces, tasks = found[::2], found[1::2]
     split = Split(tasks=out / "tasks.jsonl", traces=out / "traces.jsonl", n_tasks=len(tasks), n_traces=len(traces))
@@ -42,11 +42,11 @@ def split_tasks(data: Path, out: Path, env_args: dict[str, Any]) -> Split:
     return split
 
 
-def _trace(env: SearchQAEnv, task: Task, query: str) -> dict[str, Any] | None:
-    """The conversation that searches for ``query`` and answers rightly; None where the answer does not stand in the result, or is a mere yes or no."""
+def _trace(env: SearchQAEnv, task: Task) -> dict[str, Any] | None:
+    """The conversation that searches for the question and answers rightly; None where the answer does not stand in the result, or is a mere yes or no."""
     _, info = env.reset(seed=0, options={"task": task})
     messages = [dict(message) for message in info["messages"]]
-    search, answer = f"<search> {query} </search>", f"<answer> \\boxed{{{task.answers[0]}}} </answer>"
+    search, answer = f"<search> {task.question.strip()} </search>", f"<answer> \\boxed{{{task.answers[0]}}} </answer>"
     observation = env.step(search)[0]
     if task.answers[0].lower() in ("yes", "no") or task.answers[0].lower() not in observation.lower():
         return None

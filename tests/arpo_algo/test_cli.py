@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of random weights that speaks the words of the little world."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = build_tokenizer(world_vocabulary(WorldConfig()))
-    build_model(tokenizer, hidden=16, layers=1, heads=2).save_pretrained(folder)
+    build_model(tokenizer, hidden=16, layers=2, heads=2).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -47,7 +47,7 @@ def world(**options: Any) -> gymnasium.Env[str, str]:
 
 def trainer(run_dir: Path, config: ARPOConfig = CONFIG, **options: Any) -> ARPOTrainer:
     tokenizer = build_tokenizer(world_vocabulary(WorldConfig()))
-    model = build_model(tokenizer, hidden=16, layers=1, heads=2)
+    model = build_model(tokenizer, hidden=16, layers=2, heads=2)
     return ARPOTrainer(model, options.pop("env", None) or world(), config, tokenizer=tokenizer, run_dir=run_dir, **options)
 
 
@@ -66,8 +66,25 @@ def test_a_run_leaves_metrics_rollouts_and_a_checkpoint_that_transformers_opens(
 
     lines = read_jsonl(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
-    wanted = {"reward/mean", "accuracy", "tool_calls/total", "tokens/generated", "tokens/unique", "branch/points", "branch/branched", "branch/delta_mean",
-              "groups/zero_variance", "groups/effective_size", "entropy/mean", "clip_fraction_low", "clip_fraction_high", "grad_norm", "seconds/rollout", "seconds/tools", "seconds/update"}  # fmt: skip
+    wanted = {
+        "reward/mean",
+        "accuracy",
+        "tool_calls/total",
+        "tokens/generated",
+        "tokens/unique",
+        "branch/points",
+        "branch/branched",
+        "branch/delta_mean",
+        "groups/zero_variance",
+        "groups/effective_size",
+        "entropy/mean",
+        "clip_fraction_low",
+        "clip_fraction_high",
+        "grad_norm",
+        "seconds/rollout",
+        "seconds/tools",
+        "seconds/update",
+    }
     assert wanted <= lines[0].keys(), wanted - lines[0].keys()
     trees = read_rollouts(step_folder(tmp_path / "rollouts", 1))
     assert [len(tree.trajectories) for tree in trees] == [4, 4]
@@ -155,7 +172,9 @@ def test_groups_without_a_signal_are_replaced_a_bounded_number_of_times(tmp_path
     def never(task: arpo_env.Task, episode: arpo_env.Episode) -> float:
         return 0.7
 
-    run = trainer(tmp_path, replace(CONFIG, steps=1, resample_rounds=2), env=gymnasium.make("arpo/World-v0", disable_env_checker=True, reward=never, max_turns=1))
+    run = trainer(
+        tmp_path, replace(CONFIG, steps=1, resample_rounds=2), env=gymnasium.make("arpo/World-v0", disable_env_checker=True, reward=never, max_turns=1)
+    )
     result = run.train()
     assert run.cursor == 6  # 2 tasks, replaced twice, then the step goes on
     assert result.metrics["groups/zero_variance"] == 1.0
@@ -165,7 +184,7 @@ def test_groups_without_a_signal_are_replaced_a_bounded_number_of_times(tmp_path
 def test_what_cannot_work_is_refused_before_the_first_token(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"initial must be in \[1, group_size=4\], got 5"):
         RolloutConfig(group_size=4, initial=5)
-    with pytest.raises(ValueError, match="top_p must be 1 in training, got 0.9"):
+    with pytest.raises(ValueError, match=r"top_p must be 1 in training, got 0.9"):
         ARPOConfig(rollout=RolloutConfig(top_p=0.9))
     with pytest.raises(ValueError, match=r"temperature is taken from rollout.temperature=0.5, got temperature=0.7"):
         ARPOConfig(temperature=0.7, rollout=RolloutConfig(temperature=0.5))
