@@ -46,8 +46,8 @@ class Settings:
     """Held-out tasks."""
     hidden: int = 96
     layers: int = 2
-    threads: int = 2
-    """Threads of torch."""
+    threads: int = 1
+    """Threads of torch; more hardly pay for a model of this size."""
     sft: SFTConfig = field(default_factory=lambda: SFTConfig(steps=400, batch_size=48, lr=4e-3, muon_lr=0.01, warmup_steps=20, micro_batch_tokens=2048))
     arpo: ARPOConfig = field(
         default_factory=lambda: ARPOConfig(
