@@ -16,6 +16,10 @@ quickstart: $(VENV)/.installed
 quickstart-smoke: $(VENV)/.installed
 	$(BIN)/python benchmarks/quickstart/quickstart.py --smoke --out runs/quickstart-smoke
 
+real-model: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[gguf]'
+	$(BIN)/python benchmarks/real_model/run.py
+
 test: $(VENV)/.installed lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 

@@ -20,6 +20,12 @@ class ARPOConfig(LearnerConfig):
     """How a group is sampled."""
     branching: AnyBranching = field(default_factory=EntropyBranching)
     """Where to branch: one of ``arpo_algo.branching``, or an object of your own with its one method."""
+    seed: int = 0
+    """Decides which tasks come when, every sampled token, and the order of rows in mini-batches."""
+    lora_rank: int = 0
+    """Train LoRA adapters of this rank on all linear layers instead of the model's own weights; 0: full fine-tuning. Needs ``arpo[lora]``."""
+    lora_alpha: int = 32
+    """Scale of the adapters: their product counts lora_alpha / lora_rank times."""
     steps: int = 100
     """Steps of sampling and updating."""
     tasks_per_step: int = 8
@@ -63,7 +69,7 @@ class ARPOConfig(LearnerConfig):
         for name in ("steps", "tasks_per_step", "save_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("resample_rounds", "overlong_buffer", "eval_every", "record_every"):
+        for name in ("lora_rank", "resample_rounds", "overlong_buffer", "eval_every", "record_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.overlong_buffer > self.overlong_limit:

@@ -63,8 +63,19 @@ def _in_thread(function: Callable[[], T]) -> Awaitable[T]:
 
 
 def step(env: Env, text: str, *, cut: bool) -> Step:
-    """What the environment answers to a turn; ``cut``: the turn ran into a limit, which ends the episode. Raises ``ValueError`` for an answer of no use."""
-    return truncate(env, "length", text) if cut else _checked(env.step(text))
+    """What the environment answers to a turn; ``cut``: the turn ran into a limit, which ends the episode. Raises ``ValueError`` for an answer of no use.
+
+    Where a wrapper (``TimeLimit``) cuts an episode of which the environment inside knows nothing, that one is told and scores it as it stands.
+    """
+    if cut:
+        return truncate(env, "length", text)
+    outcome = _checked(env.step(text))
+    _, reward, terminated, truncated, info = outcome
+    if terminated or not truncated or info.get("stop_reason") or not hasattr(env.unwrapped, "truncate"):
+        return outcome
+    observation, score, terminated, _, ending = truncate(env, "time_limit")
+    calls = {"tool_calls": info["tool_calls"]} if "tool_calls" in info else {}  # the last turn's, made before the cut
+    return observation, reward + score, terminated, True, {**ending, **calls}
 
 
 def truncate(env: Env, reason: str, text: str | None = None) -> Step:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from arpo_algo.logprobs import TokenLogprobs
 from arpo_algo.losses import KLEstimator, Objective, PolicyLoss, clipped_surrogate, kl_k3, truncated_importance_weights
-from arpo_algo.optim import Schedule, decay_groups, schedule_factor
+from arpo_algo.optim import Schedule, check_trainable, decay_groups, schedule_factor
 from arpo_algo.packing import Rows, micro_batches
 
 
@@ -68,7 +68,7 @@ class LearnerConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Matrix products of the forward; bfloat16 through autocast, with the weights kept in float32. Pays on GPUs."""
+    """Matrix products of the forward; bfloat16 through autocast, with the weights kept in float32. Pays on GPUs. Needs ``recompute_old_logprobs``."""
     logit_chunk_mib: int = 256
     """Most float32 logits held at once, in MiB."""
     seed: int = 0
@@ -83,6 +83,10 @@ class LearnerConfig:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.schedule != "constant" and (self.total_steps or 0) <= self.warmup_steps:
             raise ValueError(f"schedule {self.schedule!r} needs total_steps > warmup_steps={self.warmup_steps}, got total_steps={self.total_steps}")
+        if self.dtype == "bfloat16" and not self.recompute_old_logprobs:
+            raise ValueError(
+                "dtype='bfloat16' needs recompute_old_logprobs=True: the sampler computes in another precision, and the ratio would not start at 1"
+            )
         if self.importance_cap is not None and not (self.recompute_old_logprobs and self.importance_cap > 0):
             cap, recompute = self.importance_cap, self.recompute_old_logprobs
             raise ValueError(f"importance_cap must be > 0 and needs recompute_old_logprobs=True, got importance_cap={cap}, recompute_old_logprobs={recompute}")
@@ -113,7 +117,7 @@ class Learner:
         """``model`` is updated in place. Raises ``ValueError`` when nothing is trainable or trainable weights are kept in 16 bits."""
         self.model, self.config, self.loss, self.kl = model, config, loss, kl
         self.trainable = [p for p in model.parameters() if p.requires_grad]
-        _check_trainable(self.trainable)
+        check_trainable(self.trainable)
         self.optimizer = torch.optim.AdamW(decay_groups(self.trainable, config.weight_decay), lr=config.lr, betas=config.betas, fused=True)
         self.logprobs = self._scorer(model)
         self.ref_logprobs = None if ref_model is None else self._scorer(ref_model.eval())
@@ -133,10 +137,12 @@ class Learner:
         """Train on one batch of rollouts and return its metrics.
 
         Metrics are means over trained tokens and passes unless their name says otherwise; ``kl`` is there only where a reference is. A batch without a trained
-        token, and a step whose gradient is exactly 0, leave the weights alone (momentum would still move them); a gradient that is not finite skips its step.
+        token or without a signal, and a step whose gradient is exactly 0, leave the weights alone (momentum would still move them);
+        a gradient that is not finite skips its step.
         """
         started, config, tally = time.perf_counter(), self.config, _Tally()
-        rows = self._with_old_logprobs(rows.select(np.flatnonzero(rows.mask.any(1))))
+        trained = rows.mask.any(1) & (self._always_pulls or bool(rows.advantages[rows.mask].any()))
+        rows = self._with_old_logprobs(rows.select(np.flatnonzero(trained)))
         with self._mode():
             for minibatch in self._minibatches(rows):
                 for batch in self._micro_batches(minibatch, tally):
@@ -163,6 +169,11 @@ class Learner:
                 for out, values in zip((logprobs, entropies), self.logprobs(part.token_ids, part.mask), strict=True):
                     out[where, :width] = values
         return logprobs, entropies
+
+    @property
+    def _always_pulls(self) -> bool:
+        """Whether the objective has a gradient also where every advantage is 0: a KL or an entropy term."""
+        return self.config.kl_coef > 0 or self.config.entropy_coef > 0
 
     @property
     def device(self) -> torch.device:
@@ -313,14 +324,3 @@ class _Tally:
             "grad_norm": sum(finite) / max(len(finite), 1),
             "padded_share": self.padding / max(self.positions, 1),
         }
-
-
-def _check_trainable(parameters: list[nn.Parameter]) -> None:
-    if not parameters:
-        raise ValueError("expected a model with trainable parameters, got none with requires_grad")
-    for p in parameters:
-        if p.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"trainable weights must be float32 or float64, since small steps vanish in 16 bits; got {p.dtype}: "
-                "load the model with dtype=torch.float32 and set LearnerConfig(dtype='bfloat16') for 16-bit products"
-            )

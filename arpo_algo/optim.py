@@ -33,6 +33,17 @@ def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> lis
     return [group for group in groups if group["params"]]
 
 
+def check_trainable(parameters: list[nn.Parameter]) -> None:
+    """Raise ``ValueError`` when nothing is trainable or trainable weights are kept in 16 bits."""
+    if not parameters:
+        raise ValueError("expected a model with trainable parameters, got none with requires_grad")
+    for p in parameters:
+        if p.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"trainable weights must be float32 or float64, since small steps vanish in 16 bits; got {p.dtype}: load the model with dtype=torch.float32"
+            )
+
+
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is made orthogonal by five Newton-Schulz steps: for hidden matrices only. Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/.
 

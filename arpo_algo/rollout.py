@@ -314,7 +314,8 @@ class GroupSampler:
 
     async def _observe(self, live: _Live, text: str, ids: list[int], info: Mapping[str, Any], seconds: float) -> None:
         """Add the observation to the tree and keep a snapshot of the branch point."""
-        tools = tuple(str(call["name"]) for call in _calls(info))
+        # The name of a tool that does not exist is text of the policy; metrics are named after these.
+        tools = tuple("unknown" if call.get("error") == "unknown_tool" else str(call["name"]) for call in _calls(info))
         node = self.tree.add(live.trajectory.leaf, "observation", ids, text=text, tools=tools, seconds=seconds)
         live.context = [*live.context, *ids]
         live.trajectory.leaf = node.id

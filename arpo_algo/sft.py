@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from arpo_algo.logprobs import TokenLogprobs
-from arpo_algo.optim import Muon, decay_groups, schedule_factor
+from arpo_algo.optim import Muon, check_trainable, decay_groups, schedule_factor
 from arpo_algo.packing import Rows, micro_batches, token_mean
 
 
@@ -78,6 +78,7 @@ class SFTLearner:
     def __init__(self, model: nn.Module, config: SFTConfig, *, pad_id: int) -> None:
         self.model, self.config, self.pad_id = model, config, pad_id
         self.trainable = [p for p in model.parameters() if p.requires_grad]
+        check_trainable(self.trainable)
         self.optimizers = make_optimizers(model, config)
         self.logprobs = TokenLogprobs(model)
         self.steps = 0

@@ -11,8 +11,12 @@ from arpo_algo.codec import Codec, Message
 from arpo_algo.sft import SFTExample
 
 
-def encode_trace(codec: Codec, messages: Sequence[Message], turns: Sequence[tuple[str, str]], *, role: str = "inline", end_id: int | None = None) -> SFTExample:
+def encode_trace(
+    codec: Codec, messages: Sequence[Message], turns: Sequence[tuple[str, str | Sequence[Message]]], *, role: str = "inline", end_id: int | None = None
+) -> SFTExample:
     """The example of a trace: ``messages`` before the first turn, then pairs of the policy's text and the observation after it ("" after the last).
+
+    An observation is a text, or the messages that it consists of: all results of a turn are rendered as one, as in a rollout.
 
     ``role`` is the observation role (``inline``, ``tool``, ``user``). ``end_id`` is appended to each turn and learned; None where a stop string ends turns.
     """
@@ -23,8 +27,10 @@ def encode_trace(codec: Codec, messages: Sequence[Message], turns: Sequence[tupl
         ids += sampled
         mask += [True] * len(sampled)
         if observation:
-            reply_role = "tool" if role == "tool" else "user"
-            added = codec.observation(observation, [{"role": reply_role, "content": observation}], role, closed=end_id is not None)
+            if isinstance(observation, str):
+                observation = [{"role": "tool" if role == "tool" else "user", "content": observation}]
+            text = "".join(str(message["content"]) for message in observation)
+            added = codec.observation(text, observation, role, closed=end_id is not None)
             ids += added
             mask += [False] * len(added)
     return SFTExample(ids, mask)
@@ -57,13 +63,12 @@ def _example(row: Any, codec: Codec, end_id: int | None) -> SFTExample:
     first = next((index for index, message in enumerate(messages) if message["role"] == "assistant"), 0)
     if first == 0:
         raise ValueError("no assistant message after a prompt")
-    turns: list[tuple[str, str]] = []
+    turns: list[tuple[str, list[Message]]] = []
     for message in messages[first:]:
         if message["role"] == "assistant":
-            turns.append((message["content"], ""))
+            turns.append((message["content"], []))
         else:
-            text, observation = turns[-1]
-            turns[-1] = (text, observation + message["content"])
+            turns[-1][1].append(message)
     given = [message["role"] for message in messages[first:] if message["role"] != "assistant"]
     role = row.get("observation_role", given[0] if given else "user")
     if role not in ("inline", "tool", "user"):

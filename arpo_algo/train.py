@@ -10,9 +10,10 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence, Sized
+from collections.abc import Coroutine, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ import gymnasium
 import numpy as np
 from torch import nn
 
-from arpo_algo.advantages import group_advantages, soft
+from arpo_algo.advantages import Assignment, Estimator, group_advantages, soft
 from arpo_algo.checkpoint import (
     checkpoint_folder,
     latest_checkpoint,
@@ -35,7 +36,7 @@ from arpo_algo.checkpoint import (
 from arpo_algo.codec import ChatCodec, Codec
 from arpo_algo.config import ARPOConfig
 from arpo_algo.evaluate import EvalResult, evaluate
-from arpo_algo.learner import Learner
+from arpo_algo.learner import Learner, add_lora
 from arpo_algo.losses import KLEstimator, PolicyLoss, clipped_surrogate, kl_k3
 from arpo_algo.metrics import count_calls, rollout_metrics
 from arpo_algo.packing import Rows, Weigh, pad_groups, trajectory_mean
@@ -48,7 +49,6 @@ from arpo_env.core import fork_support
 from arpo_env.task import Task, TaskSource
 
 T = TypeVar("T")
-Assign = Callable[[RolloutTree, np.ndarray], list[np.ndarray]]
 TOKEN_LIMITS = ("length", "context_full")
 """Stop reasons of trajectories that ran into a token limit."""
 log = logging.getLogger(__name__)
@@ -84,7 +84,8 @@ class ARPOTrainer:
         tasks: where training tasks come from; the environment's own by default. An environment without tasks is reset with a new seed for each group.
         eval_tasks: tasks to evaluate on.
         codec: how text becomes ids; the tokenizer's chat template by default.
-        loss, kl, weigh, assign: the objective: see ``arpo_algo.losses``, ``arpo_algo.packing`` and ``arpo_algo.advantages``.
+        loss, kl, weigh: the objective: see ``arpo_algo.losses`` and ``arpo_algo.packing``.
+        estimate, assign: rewards of a group -> a number for each trajectory -> one for each of its tokens: see ``arpo_algo.advantages``.
         ref_model: another reference for the KL term than the model as it is now.
         trackers: where metrics go besides ``run_dir/metrics.jsonl`` and the terminal.
         run_dir: metrics, rollouts and checkpoints; must be new, or hold a run with the same settings to resume.
@@ -103,7 +104,8 @@ class ARPOTrainer:
         loss: PolicyLoss = clipped_surrogate,
         kl: KLEstimator = kl_k3,
         weigh: Weigh = trajectory_mean,
-        assign: Assign = soft,
+        estimate: Estimator | None = None,
+        assign: Assignment = soft,
         ref_model: nn.Module | None = None,
         trackers: Sequence[Tracker] = (),
         run_dir: str | Path = "runs/arpo",
@@ -112,6 +114,8 @@ class ARPOTrainer:
         self.env = env
         self.run_dir = Path(run_dir)
         self._has_tools = _check_env(env, self.config)
+        if self.config.eval_every and eval_tasks is None:
+            raise ValueError(f"eval_every={self.config.eval_every} needs eval_tasks, the tasks to evaluate on")
         self.policy = _policy(model, tokenizer, self.config)
         self.model, self.tokenizer = self.policy.model, self.policy.tokenizer
         self.codec: Codec = codec if codec is not None else ChatCodec(self.tokenizer)
@@ -120,11 +124,13 @@ class ARPOTrainer:
         self.eval_tasks = eval_tasks
         _check_not_empty(tasks=self.tasks, eval_tasks=eval_tasks)
         self.weigh, self.assign, self.trackers = weigh, assign, list(trackers)
+        self.estimate: Estimator = estimate if estimate is not None else partial(group_advantages, scale_by_std=self.config.scale_by_std)
         self.step = 0
         """Steps done."""
         self.cursor = 0
         """Tasks drawn so far."""
         self._interrupted = False
+        self._counted: dict[str, float] = {}
 
     def train(self) -> TrainResult:
         """Run to ``config.steps``, resuming from ``run_dir`` where it holds a checkpoint. Ctrl-C ends it after the step in progress, saved."""
@@ -142,6 +148,7 @@ class ARPOTrainer:
                     self.policy.weights_updated()
                     self.step += 1
                     metrics["groups/skipped"] = float(self.config.tasks_per_step - len(trees))
+                    metrics |= self._telemetry()
                     metrics |= updated | _seconds(trees, rollout=rolled_out - started, update=updated.pop("seconds"))
                     if self.config.eval_every and self.step % self.config.eval_every == 0:
                         metrics |= {f"eval/{name}": value for name, value in self.evaluate().to_dict().items()}
@@ -153,6 +160,13 @@ class ARPOTrainer:
         folder = latest_checkpoint(self.run_dir / "checkpoints")
         assert folder is not None
         return TrainResult(step=self.step, checkpoint=folder, metrics=metrics, interrupted=self._interrupted)
+
+    def _telemetry(self) -> dict[str, float]:
+        """What the environment's tools counted since the last step: calls, seconds, retries, failures, as ``telemetry/<tool>.<count>``."""
+        counters = getattr(self.env.unwrapped, "telemetry", None) if isinstance(self.env, gymnasium.Env) else None
+        now: dict[str, float] = counters.snapshot() if counters is not None else {}
+        before, self._counted = self._counted, now
+        return {f"telemetry/{name}": value - before.get(name, 0.0) for name, value in now.items()}
 
     def sample(self) -> list[RolloutTree]:
         """The groups of the next step; those without a signal replaced as ``config.resample_rounds`` allows."""
@@ -187,7 +201,7 @@ class ARPOTrainer:
         """The batch of a step and the metrics of its rollouts; writes the trees to disk."""
         for tree in trees:
             _shape_overlong(tree, self.config)
-        advantages = [group_advantages(tree.rewards_M, tree.scored_M, scale_by_std=self.config.scale_by_std) for tree in trees]
+        advantages = [self.estimate(tree.rewards_M, tree.scored_M) for tree in trees]
         assigned = [self.assign(tree, values) for tree, values in zip(trees, advantages, strict=True)]
         rows = pad_groups(trees, assigned, pad_id=_pad_id(self.tokenizer), weigh=self.weigh)
         if self.config.record_every and self.step % self.config.record_every == 0:
@@ -213,7 +227,7 @@ class ARPOTrainer:
             learner_state=self.learner.state_dict(),
             trainer_state={"step": self.step, "cursor": self.cursor},
             rng=rng_state(),
-            config=asdict(self.config),
+            config=self.describe(),
         )
         prune_checkpoints(checkpoints, keep=self.config.keep_checkpoints)
         return folder
@@ -227,11 +241,30 @@ class ARPOTrainer:
             self._resume(folder)
         elif (self.run_dir / "metrics.jsonl").exists():
             log.warning("%s holds a run without a checkpoint; it starts again from step 0", self.run_dir)
-        manifest = {"config": asdict(self.config), "strategy": repr(self.config.branching), "versions": versions()}
-        (self.run_dir / "run.json").write_text(json.dumps(manifest, indent=2, default=repr) + "\n")
+        manifest = {"config": self.describe(), "versions": versions()}
+        (self.run_dir / "run.json").write_text(json.dumps(manifest, indent=2) + "\n")
+
+    def describe(self) -> dict[str, Any]:
+        """All that a result depends on besides model and environment, as JSON: settings, the strategy with its type, the objective's functions by name."""
+        strategy = self.config.branching
+        values = asdict(strategy) if is_dataclass(strategy) and not isinstance(strategy, type) else {k: repr(v) for k, v in vars(strategy).items()}
+        settings = {field.name: getattr(self.config, field.name) for field in fields(self.config)}
+        functions = {
+            "loss": self.learner.loss,
+            "kl": self.learner.kl,
+            "weigh": self.weigh,
+            "estimate": getattr(self.estimate, "func", self.estimate),
+            "assign": self.assign,
+        }
+        described = settings | {
+            "rollout": asdict(self.config.rollout),
+            "branching": {"type": type(strategy).__qualname__, **values},
+            "objective": {name: getattr(function, "__qualname__", repr(function)) for name, function in functions.items()},
+        }
+        return dict(json.loads(json.dumps(described, default=repr)))
 
     def _resume(self, folder: Path) -> None:
-        config = asdict(self.config)
+        config = self.describe()
         checkpoint = load_checkpoint(folder)
         # A finished or interrupted run may be made longer; everything else must be as it was.
         load_checkpoint(folder, config=config | {name: checkpoint.config[name] for name in ("steps", "total_steps")})
@@ -342,10 +375,16 @@ def _has_signal(tree: RolloutTree) -> bool:
 
 
 def _policy(model: nn.Module | str | Path, tokenizer: Any, config: ARPOConfig) -> TransformersPolicy:
+    """The policy that samples, with fresh LoRA adapters where the config asks for them."""
     if isinstance(model, str | Path):
-        return TransformersPolicy.from_pretrained(model)
+        loaded = TransformersPolicy.from_pretrained(model, tokenizer=tokenizer)
+        if not config.lora_rank:
+            return loaded
+        model, tokenizer = loaded.model, loaded.tokenizer
     if tokenizer is None:
         raise ValueError("a model object needs its tokenizer: ARPOTrainer(model, env, tokenizer=...)")
+    if config.lora_rank:
+        model = add_lora(model, rank=config.lora_rank, alpha=config.lora_alpha)
     return TransformersPolicy(model, tokenizer)
 
 

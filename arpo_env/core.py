@@ -11,8 +11,8 @@ failed: both become an observation and an entry of ``info["tool_calls"]``.
 ``observation_role`` how the observation enters the context: ``inline`` (raw text), ``tool`` or ``user`` (chat messages)
 ``stop_strings``     where sampling of the next turn ends
 ``tools``            JSON schemas of the tools, for chat templates
-``tool_calls``       calls of this turn in order: ``name``, ``arguments``, ``ok``, ``error`` ("" when ok), ``executed``; for each entry of
-                     ``errors`` one named ``unparsed`` with error ``malformed``
+``tool_calls``       calls of this turn in order: ``name``, ``arguments``, ``ok``, ``error`` ("" when ok; ``unknown_tool`` where no tool has the
+                     name), ``executed``; for each entry of ``errors`` one named ``unparsed`` with error ``malformed``
 ``n_tool_calls``     calls executed in the episode so far
 ``errors``           what was wrong with the turn, in the words the model was given
 ``answer``           the final answer, "" until there is one
@@ -129,6 +129,8 @@ class ToolEnv(ForkableEnv):
     Raises ``TypeError`` or ``ValueError`` at construction for a tool, format or limit that cannot work.
     """
 
+    ability: ClassVar[str | None] = None
+    """Of tasks that name none: which grader applies. Every task that begins an episode is given it, wherever it comes from."""
     metadata: dict[str, Any] = {"render_modes": ["ansi", "human"], "render_fps": 1}  # noqa: RUF012 - Gymnasium's own convention
     shared: ClassVar[frozenset[str]] = ForkableEnv.shared | {
         "tasks", "prototypes", "call_format", "reward", "max_turns", "max_tool_calls", "max_observation_chars", "system_prompt",
@@ -252,12 +254,14 @@ class ToolEnv(ForkableEnv):
 
     def _choose_task(self, wanted: Any) -> Task:
         if wanted is None:
-            return self.tasks.sample(self.np_random)
-        if isinstance(wanted, Task):
-            return wanted
-        if isinstance(wanted, Mapping):
-            return TaskSet.from_rows([wanted])[0]
-        return self.tasks[operator.index(wanted)]
+            task = self.tasks.sample(self.np_random)
+        elif isinstance(wanted, Task):
+            task = wanted
+        elif isinstance(wanted, Mapping):
+            task = TaskSet.from_rows([wanted])[0]
+        else:
+            task = self.tasks[operator.index(wanted)]
+        return task if task.ability is not None or self.ability is None else replace(task, ability=self.ability)
 
     # -- what the model reads ------------------------------------------------------------------------------------------------------------------------
 
@@ -294,7 +298,8 @@ class ToolEnv(ForkableEnv):
         """The result of one call, and whether it reached the tool."""
         instance = self._tools.get(call.name)
         if instance is None:
-            return ToolResult.failure("unknown_tool", f"There is no tool {call.name!r}. Available: {', '.join(self._tools) or 'none'}."), False
+            expected = call.hint or f"There is no tool {call.name!r}. Available: {', '.join(self._tools) or 'none'}."
+            return ToolResult.failure("unknown_tool", expected), False
         if self.max_tool_calls is not None and len(self.episode.calls) >= self.max_tool_calls:
             return ToolResult.failure("limit", f"The limit of {self.max_tool_calls} tool calls is reached. Give the final answer."), False
         if problem := check_arguments(instance, call.arguments):

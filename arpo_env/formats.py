@@ -23,10 +23,12 @@ from arpo_env.tools.base import Tool, ToolResult
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the policy asked for. ``arguments`` are not yet checked against the tool's schema."""
+    """A call that the policy asked for. Neither is ``name`` known to be a tool's, nor are ``arguments`` checked against its schema."""
 
     name: str
     arguments: Mapping[str, Any]
+    hint: str = ""
+    """Where no tool has the name: what the format would have the model told. Empty: the environment's own words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,7 @@ _UNCLOSED_THOUGHT = "<think> was not closed: write </think> before a call or the
 class Tags:
     r"""The paper's format. One call or one answer a turn; the answer is the content of ``\boxed{}`` in ``<answer>``, else all text between the tags.
 
+    The text of a call is the tool's main argument; for a tool that requires several arguments it is a JSON object of them.
     ``result_prefix`` and ``result_suffix`` stand around what a tool gave; choose others where the vocabulary is small. The policy must never write them.
     ``needs_thought`` and ``needs_boxed`` make ``well_formed`` as strict as the reward of the paper's published code: a thought in each turn and a
     ``\boxed{}`` in the answer. They change no call and no answer.
@@ -157,7 +160,7 @@ class Tags:
         outside, unclosed_thought = _outside_thoughts(tags)
         end = next((i for i, tag in enumerate(outside) if tag.closing and tag.name != "think"), None)
         if end is None:
-            return _failed(self._missing(text, outside, unclosed_thought, tools))
+            return self._without_end(text, outside, unclosed_thought, tools)
         closing = outside[end]
         openings = [tag for tag in outside[:end] if not tag.closing]
         if [tag.name for tag in openings] != [closing.name]:
@@ -180,7 +183,9 @@ class Tags:
     def system_prompt(self, tools: Sequence[Tool], /) -> str:
         """Instructions that name each tool's tag, its description and what goes between the tags."""
         self.stop_strings(tools)
-        calls = "\n".join(f"- <{tool.name}> {tool.main_argument or ''} </{tool.name}>: {tool.description}" for tool in tools)
+        calls = "\n".join(f"- <{tool.name}> {_shown_argument(tool)} </{tool.name}>: {tool.description}" for tool in tools)
+        if any(_takes_object(tool) for tool in tools):
+            calls += "\nWhere braces are shown, write one JSON object with these keys and values of your own."
         shown = f"{self.result_prefix.strip()} ... {self.result_suffix.strip()}".strip()
         using = (
             f"\nYou may use these tools, one call at a time, by writing their tags:\n{calls}\n"
@@ -203,18 +208,19 @@ class Tags:
     def _holds_mark(self, text: str) -> bool:
         return any(mark in text for mark in (self.result_prefix.strip(), self.result_suffix.strip()) if mark)
 
-    def _missing(self, text: str, outside: Sequence[_Tag], unclosed_thought: bool, tools: Mapping[str, Tool]) -> str:
-        """What to say of a turn without any closing tag of the format."""
+    def _without_end(self, text: str, outside: Sequence[_Tag], unclosed_thought: bool, tools: Mapping[str, Tool]) -> ParsedTurn:
+        """What a turn without any closing tag of the format says: nothing, or a call of a tool that is not there."""
         if unclosed_thought:
-            return f"{_UNCLOSED_THOUGHT}; {_expected(tools)}"
+            return _failed(f"{_UNCLOSED_THOUGHT}; {_expected(tools)}")
         opened = next((tag.name for tag in outside if not tag.closing), None)
         if opened is not None:
-            return f"<{opened}> was not closed: expected </{opened}> after it"
+            return _failed(f"<{opened}> was not closed: expected </{opened}> after it")
         spoken = text.rpartition("</think>")[2]
         closed = next((name for name in _CLOSING.findall(spoken) if f"<{name}>" in spoken), None)
         if closed is not None and not self._holds_mark(f"<{closed}>"):
-            return f"there is no tool {closed!r}; {_expected(tools)}"
-        return f"neither a call nor an answer was found; {_expected(tools)}"
+            hint = f"there is no tool {closed!r}; {_expected(tools)}"
+            return ParsedTurn(calls=(ToolCall(closed, {}, hint),), well_formed=False)
+        return _failed(f"neither a call nor an answer was found; {_expected(tools)}")
 
 
 def _failed(*errors: str) -> ParsedTurn:
@@ -225,9 +231,35 @@ def _expected(tools: Mapping[str, Tool]) -> str:
     return f"expected {_listed([*(f'<{name}>...</{name}>' for name in tools), '<answer>...</answer>'])}"
 
 
+def _takes_object(tool: Tool) -> bool:
+    """Whether a call needs more arguments than the text between two tags could be."""
+    return len(tool.parameters.get("required", ())) > 1
+
+
+def _shown_argument(tool: Tool) -> str:
+    """What stands between the tags of a call, for the model: ``query``, or ``{"table": ..., "key": ...}``."""
+    if not _takes_object(tool):
+        return tool.main_argument or ""
+    return "{" + ", ".join(f'"{name}": ...' for name in tool.parameters["properties"]) + "}"
+
+
+def _object_call(tool: Tool, content: str, strict: bool) -> ParsedTurn:
+    """The call whose arguments are the JSON object ``content``."""
+    expected = f"expected a JSON object with the keys {_listed(map(str, tool.parameters['required']))} between <{tool.name}> and </{tool.name}>"
+    if not content.startswith("{"):
+        return _failed(f"{expected}, got {content!r:.80}")
+    try:
+        arguments = _read_json(content)
+    except ValueError as error:
+        return _failed(f"{expected}, got {content!r:.80}: {error}")
+    return ParsedTurn(calls=(ToolCall(tool.name, arguments),), well_formed=strict)
+
+
 def _tag_call(tool: Tool, content: str, strict: bool) -> ParsedTurn:
-    """The call whose main argument is ``content``."""
+    """The call whose main argument is ``content``; where the tool requires several, ``content`` holds them as a JSON object."""
     name, value = tool.main_argument, content.strip()
+    if _takes_object(tool):
+        return _object_call(tool, value, strict)
     if name is None:
         if value:
             return _failed(f"{tool.name} takes no argument: expected <{tool.name}></{tool.name}>, got {value!r:.80}")
@@ -418,20 +450,25 @@ class _HermesReader:
             if not self.text.startswith("</tool_call>", end):
                 raise ValueError(f"expected </tool_call> after the JSON object, got {self.text[end : end + 40]!r}")
             position = end + len("</tool_call>")
-            self.calls.append(_json_call(value, self.tools))
+            call = _json_call(value, self.tools)
+            self.calls.append(call)
+            self.violated = self.violated or call.name not in self.tools
         except ValueError as error:
             self.errors.append(f"bad tool call {content.strip()!r:.80}: {error}; available tools: {_listed(self.tools)}")
         return position
 
 
 def _json_call(value: Any, tools: Mapping[str, Tool]) -> ToolCall:
-    """The call that a JSON value describes. ``parameters`` is read as ``arguments``; arguments given as a JSON string are decoded."""
+    """The call that a JSON value describes. ``parameters`` is read as ``arguments``; arguments given as a JSON string are decoded.
+
+    The name need not be a tool's, but is one line of 1 to 64 characters, as it is shown and counted.
+    """
     if not isinstance(value, dict):
         raise ValueError(f'expected a JSON object {{"name": ..., "arguments": {{...}}}}, got {type(value).__name__}')
     name = value.get("name")
     if not isinstance(name, str):
         raise ValueError(f'expected "name" to be the name of a tool, got {name!r:.40}')
-    if name not in tools:
+    if name not in tools and not (name.strip() and name.isprintable() and len(name) <= 64):
         raise ValueError(f"unknown tool {name!r:.60}")
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):

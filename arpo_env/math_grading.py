@@ -41,7 +41,7 @@ def math_equal(prediction: str, truth: str) -> bool | None:
     r"""Whether the two answers are equal; None where that cannot be told: no truth, hostile or unreadable text, or out of time.
 
     Both may be LaTeX or plain (``\frac{1}{2}``, ``1/2``, ``0.5``), in ``\boxed{}`` or ``$`` or bare. An empty prediction is wrong. Works on any thread.
-    Verdicts are remembered. Raises ``ImportError`` where math-verify is needed and absent.
+    Verdicts are remembered, but not that time ran out or a worker died: the same pair may be graded the next time. Raises ``ImportError`` where math-verify is needed and absent.
     """
     left, right = clean(prediction), clean(truth)
     if not right:
@@ -53,14 +53,18 @@ def math_equal(prediction: str, truth: str) -> bool | None:
     if any(hostile(side) or _is_prose(side) for side in (left, right)):
         default_pool().count("refused")
         return None
-    equal = _remembered(left, right)
+    try:
+        equal = _remembered(left, right)
+    except (_Late, _Dead):
+        return None
     return None if equal and _other_unit(left, right) else equal
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _remembered(prediction: str, truth: str) -> bool | None:
+    """The default pool's verdict. Raises :class:`_Late` or :class:`_Dead`, which are not remembered: they say nothing about the pair."""
     require_math_verify()
-    return default_pool().verdict(prediction, truth)
+    return default_pool().grade(prediction, truth)
 
 
 # --- the text in front of the grader ----------------------------------------------------------------------------------------------------------------
@@ -225,16 +229,22 @@ class GraderPool:
 
     def verdict(self, prediction: str, truth: str) -> bool | None:
         """math-verify's verdict on two LaTeX formulas; None where one is unreadable, or the pair ran out of time or memory."""
+        try:
+            return self.grade(prediction, truth)
+        except (_Late, _Dead):
+            return None
+
+    def grade(self, prediction: str, truth: str) -> bool | None:
+        """As :meth:`verdict`, but raises :class:`_Late` where the pair ran out of time and :class:`_Dead` where its worker died."""
         with self._slots:
             worker = self._take()
             try:
                 verdict = worker.ask(prediction, truth, self.deadline)
             except BaseException as error:
                 self._drop(worker)
-                if not isinstance(error, _Late | _Dead):
-                    raise
-                self.count("timeouts" if isinstance(error, _Late) else "died")
-                return None
+                if isinstance(error, _Late | _Dead):
+                    self.count("timeouts" if isinstance(error, _Late) else "died")
+                raise
             with self._lock:
                 self._idle.append(worker)
         self.count("unreadable" if verdict is None else "graded")

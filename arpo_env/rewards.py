@@ -52,15 +52,21 @@ class Reward(Protocol):
 
 # --- comparing two answers --------------------------------------------------------------------------------------------------------------------------
 
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b(?![-./])")
+# Not a sign before a number, nor a point, slash or hyphen in one; a hyphen or point after a letter ("COVID-19", "No.5") is punctuation.
+_PUNCTUATION = re.compile(
+    rf"(?!(?<!\w)-(?=[$]?[.]?\d)|(?<=\d)[-.](?=\d)|(?<![\w.])[.](?=\d)|/(?=\d))[{re.escape(string.punctuation)}]",
+)
 _NUMBER = re.compile(r"[-+]?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?")
 
 
 def normalize_answer(text: str) -> str:
-    """``text`` in lower case without punctuation, articles and extra white space, as SQuAD does; where nothing would be left ("A", "+"), those stay."""
+    """``text`` in lower case without punctuation, articles and extra white space, as SQuAD does; where nothing would be left ("A", "+"), those stay.
+
+    Unlike there, the marks of numbers stay: a minus sign, and a point, slash or hyphen between digits or before one ("-5 m", "3.14 m", "1/2 cup").
+    """
     lowered = text.lower()
-    words = _ARTICLES.sub(" ", lowered.translate(_PUNCTUATION)).split()
+    words = _ARTICLES.sub(" ", _PUNCTUATION.sub("", lowered)).split()
     return " ".join(words or lowered.split())
 
 
@@ -93,7 +99,7 @@ def token_f1(prediction: str, answers: Iterable[str]) -> float:
     """Best F1 of the words of ``prediction`` against any of ``answers``, in [0, 1]; 0 for none.
 
     F1 = 2 * common / (words of one + words of the other), on normalised texts, as bags. "yes", "no" and "noanswer" match themselves alone. Two plain
-    numbers are compared as numbers, since without punctuation 3.14 would be 314.
+    numbers are compared as numbers: 2.50 is 2.5.
     """
     return max((_f1(prediction, answer) for answer in answers), default=0.0)
 

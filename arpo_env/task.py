@@ -28,7 +28,7 @@ class Task:
     id: str = ""
     system_prompt: str | None = None
     ability: str | None = None
-    """``"math"`` or ``"qa"``: which grader applies. None: graded as ``"qa"``."""
+    """``"math"`` or ``"qa"``: which grader applies. None: the environment's own (``ToolEnv.ability``), else ``"qa"``."""
     data_source: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), hash=False)
 

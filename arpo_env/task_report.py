@@ -83,7 +83,7 @@ def notes_on(tasks: Sequence[Task]) -> tuple[str, ...]:
     if dropped:
         notes.append(f"{dropped} chat prompts have other turns, which were dropped: the last user message is the question")
     if unnamed:
-        notes.append(f"{unnamed} name no ability and are graded as qa; ability= says otherwise")
+        notes.append(f"{unnamed} name no ability: graded as the environment says, else as qa; ability= says otherwise")
     if repeated_ids:
         notes.append(f"{len(repeated_ids)} ids occur more than once: {_some(repeated_ids)}")
     return tuple(notes)

@@ -23,6 +23,7 @@ from gymnasium.utils.env_checker import check_env, data_equivalence
 
 from arpo_env.forking import ForkableEnv, ForkError, fork, layers
 from arpo_env.tools.base import Tool, ToolResult, check_arguments, check_tool
+from arpo_env.wrappers import without_clock
 
 Env = gymnasium.Env[Any, Any]
 
@@ -76,11 +77,8 @@ def _compare(got: list[tuple[Any, ...]], expected: list[tuple[Any, ...]], rule: 
 
 
 def _without_clock(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The result of a step without the seconds that ``RecordEpisodeStatistics`` adds at the end of an episode."""
     *rest, info = result
-    if not isinstance(info, dict) or not isinstance(info.get("episode"), dict):
-        return result
-    return (*rest, {**info, "episode": {name: value for name, value in info["episode"].items() if name != "t"}})
+    return (*rest, without_clock(info) if isinstance(info, dict) else info)
 
 
 class EnvConformance:

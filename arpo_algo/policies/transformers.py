@@ -70,7 +70,7 @@ class TransformersPolicy:
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
-        self.model = model if device is None else model.to(device)
+        self.model = model if device is None else model.to(device)  # a model object stays where it is
         self.tokenizer = tokenizer
         self.stats = DecodingStats()
         self._max_batch = max_batch
@@ -98,10 +98,16 @@ class TransformersPolicy:
         cache_bytes: int = 1 << 30,
         **model_kwargs: Any,
     ) -> TransformersPolicy:
-        """The policy of a checkpoint. Further arguments go to ``AutoModelForCausalLM.from_pretrained`` (``dtype``, ``gguf_file``, ``attn_implementation``)."""
+        """The policy of a checkpoint, in float32 unless ``dtype`` says otherwise, on the first GPU where there is one unless ``device`` does.
+
+        Further arguments go to ``AutoModelForCausalLM.from_pretrained`` (``gguf_file``, ``attn_implementation``).
+        """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        model = AutoModelForCausalLM.from_pretrained(path, **model_kwargs)
+        # transformers keeps the checkpoint's type; 16-bit weights lose most of an update at the learning rates of fine-tuning.
+        model = AutoModelForCausalLM.from_pretrained(path, **{"dtype": torch.float32} | model_kwargs)
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(path, **{name: model_kwargs[name] for name in _SHARED_LOADING if name in model_kwargs})
         return cls(model, tokenizer, max_batch=max_batch, context_length=context_length, eos_ids=eos_ids, device=device, cache_bytes=cache_bytes)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from arpo_env.core import Episode, ToolEnv
 from arpo_env.formats import CallFormat
@@ -34,8 +34,6 @@ class SearchPythonEnv(ToolEnv):
 
     rows: ClassVar[Sequence[Mapping[str, Any]]]
     documents: ClassVar[Sequence[Mapping[str, Any]]]
-    ability: ClassVar[str]
-    """Of tasks that name none: which grader applies."""
 
     def __init__(
         self,
@@ -61,7 +59,7 @@ class SearchPythonEnv(ToolEnv):
             if given.name != name:
                 raise ValueError(f"the {name} tool must be named {name!r}, got {given.name!r}")
         super().__init__(
-            self._tasks(tasks if tasks is not None else self.rows),
+            _task_source(tasks if tasks is not None else self.rows),
             [search, python],
             call_format=call_format,
             reward=reward,
@@ -72,12 +70,9 @@ class SearchPythonEnv(ToolEnv):
             render_mode=render_mode,
         )
 
-    def _tasks(self, tasks: Tasks) -> TaskSource:
-        if isinstance(tasks, str | PathLike):
-            return TaskSet.load(tasks, ability=self.ability)
-        if hasattr(tasks, "sample"):
-            return cast(TaskSource, tasks)
-        return TaskSet.from_rows(tasks, ability=self.ability)
+
+def _task_source(tasks: Tasks) -> TaskSource | Sequence[Mapping[str, Any] | Task]:
+    return TaskSet.load(tasks) if isinstance(tasks, str | PathLike) else tasks
 
 
 def search_from_file(path: str | PathLike[str]) -> SearchTool:

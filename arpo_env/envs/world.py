@@ -6,7 +6,7 @@ The tasks are in ``world_tasks``, their words in ``world_text``, the tools in ``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from arpo_env.core import Episode, ToolEnv
@@ -78,6 +78,11 @@ class WorldEnv(ToolEnv):
             system_prompt="" if compact else None,
             render_mode=render_mode,
         )
+
+    @property
+    def held_out_tasks(self) -> WorldTasks:
+        """Tasks of the test split of this world: the same questions about people, places and facts of their own."""
+        return WorldTasks(replace(self.config, split="test"))
 
     @property
     def text(self) -> WorldText:

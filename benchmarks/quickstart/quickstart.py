@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -38,8 +39,8 @@ class Settings:
 
     seed: int = 0
     """Seed of demonstrations, weights, sampling."""
-    out: Path = Path("runs/quickstart")
-    """Folder of metrics, rollouts, checkpoints and summary.json."""
+    out: Path | None = None
+    """Folder of metrics, rollouts, checkpoints and summary.json, emptied first; runs/quickstart-SEED by default."""
     smoke: bool = False
     """A run of under a minute."""
     eval_tasks: int = 1000
@@ -110,6 +111,8 @@ def main(settings: Settings) -> None:
     """Run it all, print the comparison, write summary.json."""
     torch.set_num_threads(settings.threads)
     settings = smoke(settings) if settings.smoke else settings
+    out = settings.out or Path(f"runs/quickstart-{settings.seed}")
+    shutil.rmtree(out, ignore_errors=True)
     started = time.monotonic()
     train, held_out = WorldTasks(WorldConfig(split="train")), WorldTasks(WorldConfig(split="test"))
     env = gymnasium.make("arpo/World-v0", split="train", disable_env_checker=True)
@@ -120,7 +123,7 @@ def main(settings: Settings) -> None:
     cold = time.monotonic()
 
     config = replace(settings.arpo, seed=settings.seed)
-    trainer = ARPOTrainer(model, env, config, tokenizer=tokenizer, tasks=train, eval_tasks=held_out, run_dir=settings.out)
+    trainer = ARPOTrainer(model, env, config, tokenizer=tokenizer, tasks=train, eval_tasks=held_out, run_dir=out)
     before = trainer.evaluate(n=settings.eval_tasks)
     print(f"\nbefore ARPO (greedy, held-out tasks)\n{before}\n")
 
@@ -142,7 +145,7 @@ def main(settings: Settings) -> None:
         "settings": asdict(settings),
         "versions": versions(),
     }
-    (settings.out / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n")
+    (out / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n")
     print(f"accuracy {before.accuracy} -> {after.accuracy} on {settings.eval_tasks} held-out tasks, seed {settings.seed}")
     print(f"cold start {cold - started:.0f} s, ARPO {trained - training:.0f} s, everything {summary['seconds']['total']:.0f} s")  # type: ignore[index]
     print(f"model: {result.checkpoint / 'model'} ({parameters:,} parameters)")

@@ -16,7 +16,7 @@ from arpo_algo.branching import EntropyBranching, RandomBranching, TopEntropyBra
 from arpo_algo.cli import COMMANDS, main, parse
 from arpo_algo.config import ARPOConfig
 from arpo_algo.settings import SettingsError
-from arpo_env import sandbox
+from arpo_env import ForkableEnv, sandbox
 from arpo_env.envs.guess_number import GuessNumber
 from arpo_env.envs.world import WorldConfig, world_vocabulary
 
@@ -131,7 +131,7 @@ def test_files_and_models_that_are_not_there(tmp_path: Path, model: Path, capsys
     for args in (
         ["train", str(tmp_path / "absent.toml")],
         ["rollout", "--model", str(tmp_path / "absent")],
-        ["rollout", "--model", str(model), "--tasks", str(tmp_path / "absent.jsonl"), "--search-cache", "c.json"],
+        ["rollout", "--model", str(model), "--tasks", str(tmp_path / "absent.jsonl"), "--search-cache", "absent.json"],
         ["sft", "--model", str(model), "--traces", str(tmp_path / "absent.jsonl")],
     ):
         assert main(args) == 1, args
@@ -208,7 +208,7 @@ def test_sft_learns_its_traces(tmp_path: Path, model: Path, capsys: pytest.Captu
     traces, out = tmp_path / "traces.jsonl", tmp_path / "out"
     word = world_vocabulary(WorldConfig())[0]
     traces.write_text(json.dumps({"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": word}]}) + "\n")
-    assert main(["sft", "--model", str(model), "--traces", str(traces), "--out", str(out), "--sft.steps", "20", "--sft.lr", "0.01"]) == 0
+    assert main(["sft", "--model", str(model), "--traces", str(traces), "--out", str(out), "--sft.steps", "40", "--sft.lr", "0.02"]) == 0
     text = capsys.readouterr().out
     assert "1 traces, 2 tokens to learn" in text
     losses = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith("step ")]
@@ -244,7 +244,7 @@ class TestCheckEnv:
     def test_good(self, env: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["check-env", env]) == 0
         text = capsys.readouterr().out
-        assert "ok  reset and step" in text and "ok  fork after each of" in text
+        assert "ok    fork" in text and "ok    seed alone decides" in text and "ok    fork of closed or unreset" in text
 
     def test_broken(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.syspath_prepend(str(Path(__file__).parent))
@@ -299,3 +299,29 @@ def test_doctor_where_code_cannot_be_isolated(monkeypatch: pytest.MonkeyPatch, c
 
 def test_defaults_are_those_of_the_library() -> None:
     assert parse("train", ["--model", "m"]).trainer == ARPOConfig()
+
+
+class ForksUnreset(ForkableEnv):
+    """Forks before reset, which a fork of a fork does right and the contract forbids."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        return "say", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "again", 0.0, False, False, {}
+
+    def fork(self) -> ForksUnreset:
+        return self if not self._running else super().fork()
+
+
+def test_check_env_runs_the_whole_kit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    assert main(["check-env", "test_cli:ForksUnreset"]) == 1
+    assert "fork before reset() must be a ForkError" in capsys.readouterr().err
+
+
+def test_held_out_tasks_of_the_world_are_evaluated_during_training(tmp_path: Path, model: Path) -> None:
+    path, run = config_file(tmp_path / "c.toml", trainer="eval_every = 1\neval_tasks = 2"), tmp_path / "run"
+    assert main(["train", str(path), "--model", str(model), "--run-dir", str(run), "--trainer.steps", "1"]) == 0
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["eval/tasks"] == 2

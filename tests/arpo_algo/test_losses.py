@@ -123,3 +123,22 @@ def test_truncated_importance_weights():
     assert not weights.requires_grad
     with pytest.raises(ValueError, match="cap must be greater than 0, got 0"):
         truncated_importance_weights(old, engine, cap=0)
+
+
+def test_past_the_clip_soft_and_hard_differ_by_one_and_a_half_sixteenths() -> None:
+    """A token shared by trajectories with A = 1, 1, -1; four tokens each, G = 4: weight 1/16. Ratio 1.5, clip 0.2.
+
+    soft: both A = 1 are clipped (no gradient); A = -1 takes min(-1.5, -1.2) = -1.5, whose gradient in log p is r A = -1.5: in all -1.5/16.
+    hard: each owner gets the mean A = 1/3, which is clipped: 0.
+    """
+    coefficients = []
+    for advantages in ([1.0, 1.0, -1.0], [1 / 3, 1 / 3, 1 / 3]):
+        logprob = torch.tensor(0.0, dtype=torch.float64, requires_grad=True)
+        rows = logprob.expand(3, 1)
+        old = torch.full((3, 1), -math.log(1.5), dtype=torch.float64)
+        a = torch.tensor(advantages, dtype=torch.float64)[:, None]
+        objective = clipped_surrogate(rows, old, a, torch.ones(3, 1, dtype=torch.bool), clip_low=0.2, clip_high=0.2)
+        (objective.per_token / 16).sum().backward()
+        assert logprob.grad is not None
+        coefficients.append(logprob.grad.item())
+    assert coefficients == pytest.approx([-1.5 / 16, 0.0])

@@ -14,7 +14,7 @@ from arpo_algo.codec import ChatCodec
 from arpo_algo.sft import SFTExample
 from arpo_algo.traces import encode_trace, read_traces
 
-WORDS = ("who", "is", "it", "<search>", "</search>", "<result>", "</result>", "ann", "bob", "<answer>", "</answer>", "[user]", "[assistant]")
+WORDS = ("who", "is", "it", "<search>", "</search>", "<result>", "</result>", "ann", "bob", "<answer>", "</answer>", "[user]", "[tool]", "[assistant]")
 EOS = 1
 
 
@@ -22,7 +22,7 @@ def chat_codec() -> ChatCodec:
     """Turns end with the end token; a header stands before each message."""
     tokenizer = build_tokenizer(WORDS)
     tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}[assistant] {{ m['content'] }}<eos> {% else %}[user] {{ m['content'] }} {% endif %}"
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}[assistant] {{ m['content'] }}<eos> {% else %}[{{ m['role'] }}] {{ m['content'] }} {% endif %}"
         "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
     )
     return ChatCodec(tokenizer)
@@ -72,7 +72,7 @@ def test_messages_end_with_the_end_token_which_is_learned(tmp_path: Path, betwee
     assert shown(codec, example) == [
         ("[user] who is it [assistant]", False),
         ("<search> ann </search> <eos>", True),
-        ("[user] bob [assistant]", False),
+        (f"[{between}] bob [assistant]", False),
         ("<answer> bob </answer> <eos>", True),
     ]
 

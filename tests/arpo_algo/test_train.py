@@ -18,7 +18,8 @@ from tiny_policy import build_model, build_tokenizer
 from transformers import AutoModelForCausalLM
 
 import arpo_env
-from arpo_algo import ARPOConfig, ARPOTrainer, NoBranching, RolloutConfig, UniformBranching
+from arpo_algo import Allocation, ARPOConfig, ARPOTrainer, NoBranching, RolloutConfig, TopEntropyBranching, UniformBranching
+from arpo_algo.advantages import hard, leave_one_out
 from arpo_algo.recording import read_rollouts, step_folder
 from arpo_algo.tracking import read_jsonl
 from arpo_algo.train import RunStopped, overlong_penalty, run_async
@@ -262,3 +263,64 @@ def test_no_warning_is_raised_by_a_whole_run(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer(tmp_path, replace(CONFIG, steps=1)).train()
+
+
+class Plain:
+    """A strategy that is an object and no dataclass."""
+
+    timing = "each_round"
+
+    def __init__(self, children: int = 1) -> None:
+        self.children = children
+
+    def allocate(self, points: Any, budget: int, rng: Any) -> list[Allocation]:
+        return [Allocation(0, 0.0, "never") for _ in points]
+
+
+def test_any_object_is_a_strategy_and_is_saved_with_the_run(tmp_path: Path) -> None:
+    config = replace(CONFIG, steps=1, branching=Plain())  # type: ignore[arg-type]
+    trainer(tmp_path, config).train()
+    assert json.loads((tmp_path / "run.json").read_text())["config"]["branching"] == {"type": "Plain", "children": "1"}
+    trainer(tmp_path, replace(config, steps=2)).train()
+    with pytest.raises(ValueError, match=r"branching\.children"):
+        trainer(tmp_path, replace(config, branching=Plain(2))).train()  # type: ignore[arg-type]
+
+
+def test_a_run_is_not_resumed_with_another_strategy_or_objective(tmp_path: Path) -> None:
+    trainer(tmp_path, replace(CONFIG, steps=1)).train()
+    with pytest.raises(ValueError, match=r"branching\.type"):  # the fields of both are equal
+        trainer(tmp_path, replace(CONFIG, branching=TopEntropyBranching())).train()
+    with pytest.raises(ValueError, match=r"objective\.assign"):
+        trainer(tmp_path, assign=hard).train()
+
+
+def test_evaluation_in_a_run_needs_tasks_and_is_logged(tmp_path: Path) -> None:
+    config = replace(CONFIG, eval_every=2, eval_tasks=2)
+    with pytest.raises(ValueError, match="eval_every=2 needs eval_tasks"):
+        trainer(tmp_path, config)
+    trainer(tmp_path, config, eval_tasks=WorldTasks(WorldConfig(split="test"))).train()
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [("eval/accuracy" in line) for line in lines] == [False, True] and lines[1]["eval/tasks"] == 2
+
+
+def test_advantages_can_be_estimated_otherwise(tmp_path: Path) -> None:
+    run = trainer(tmp_path, estimate=leave_one_out)
+    trees = run.sample()
+    for tree in trees:
+        for index, trajectory in enumerate(tree.trajectories):
+            trajectory.reward, trajectory.scored = float(index == 0), True
+    rows, _ = run.assemble(trees)
+    assert np.allclose(rows.advantages[0][rows.mask[0]], 1.0)  # 1 - mean of 0, 0, 0
+    assert np.allclose(rows.advantages[1][rows.mask[1]], -1 / 3)  # 0 - mean of 1, 0, 0
+
+
+def test_lora_trains_only_adapters_and_resumes(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    config = replace(CONFIG, steps=1, lora_rank=2)
+    run = trainer(tmp_path, config)
+    base = {name: p.detach().clone() for name, p in run.model.named_parameters() if "lora" not in name}
+    result = run.train()
+    assert all(torch.equal(p, base[name]) for name, p in run.model.named_parameters() if name in base)
+    assert {"lora_A" in name or "lora_B" in name for name, p in run.model.named_parameters() if p.requires_grad} == {True}
+    AutoModelForCausalLM.from_pretrained(result.checkpoint / "model")
+    assert trainer(tmp_path, replace(config, steps=2)).train().step == 2

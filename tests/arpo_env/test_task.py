@@ -208,7 +208,7 @@ def test_ability_of_the_row_comes_before_the_default_and_its_case_does_not_matte
     rows = [{"question": "a", "answer": "1", "ability": "MATH"}, {"question": "b", "answer": "2"}]
     assert [task.ability for task in TaskSet.from_rows(rows)] == ["math", None]
     assert [task.ability for task in TaskSet.from_rows(rows, ability="qa")] == ["math", "qa"]
-    assert TaskSet.from_rows(rows).report.notes == ("1 name no ability and are graded as qa; ability= says otherwise",)
+    assert TaskSet.from_rows(rows).report.notes == ("1 name no ability: graded as the environment says, else as qa; ability= says otherwise",)
 
 
 def test_the_last_user_message_is_the_question_and_dropped_turns_are_noted() -> None:
@@ -567,7 +567,7 @@ def test_the_public_training_set_raw() -> None:
 def test_the_public_search_and_validation_sets() -> None:
     tasks = TaskSet.from_parquet([DATA / "hard_search_1k.parquet", DATA / "valid.parquet"])
     assert (tasks.report.rows, tasks.report.loaded, tasks.report.repaired) == (1_251, 1_251, {"\\boxed": 2_502})
-    assert tasks.report.notes == ("1071 name no ability and are graded as qa; ability= says otherwise",)
+    assert tasks.report.notes == ("1071 name no ability: graded as the environment says, else as qa; ability= says otherwise",)
     assert (tasks[0].question, tasks[0].answer, tasks[0].ability) == ("who illustrated the original winnie the pooh books", "E. H. Shepard", None)
     assert [sum(task.data_source == name for task in tasks) for name in ("DR_simpledeepsearch0.8k", "DR_nan", "DR_grpo_mix")] == [871, 200, 180]
 
