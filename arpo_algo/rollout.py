@@ -27,7 +27,7 @@ import gymnasium
 
 from arpo_algo.branching import BranchingStrategy, BranchPoint
 from arpo_algo.codec import Codec
-from arpo_algo.env_worker import Env, EnvWorker, step, truncate
+from arpo_algo.env_worker import Env, EnvWorker, step, timed, truncate
 from arpo_algo.fitting import fit_observation
 from arpo_algo.policies.base import Generation, Policy, SamplingParams
 from arpo_algo.roots import EnvSource, make_roots
@@ -243,13 +243,12 @@ class GroupSampler:
         """Sample one turn and take the environment's answer. False when the trajectory has ended."""
         generation, node = await self._generate(live)
         self._report_window(live, generation)
-        start = time.monotonic()
         try:
-            outcome = await self.worker(lambda: step(_env(live), node.text, cut=generation.stop_reason == "length"))
+            outcome, seconds = await self.worker(lambda: timed(lambda: step(_env(live), node.text, cut=generation.stop_reason == "length")))
         except Exception as error:
             self._fail(live, error)
             return False
-        seconds = time.monotonic() - start
+        self.tree.env_seconds += seconds
         observation, reward, terminated, truncated, info = outcome
         live.reward += reward
         node.calls = _calls(info)
@@ -315,7 +314,7 @@ class GroupSampler:
     async def _observe(self, live: _Live, text: str, ids: list[int], info: Mapping[str, Any], seconds: float) -> None:
         """Add the observation to the tree and keep a snapshot of the branch point."""
         # The name of a tool that does not exist is text of the policy; metrics are named after these.
-        tools = tuple("unknown" if call.get("error") == "unknown_tool" else str(call["name"]) for call in _calls(info))
+        tools = tuple(str(call["name"]) for call in _calls(info) if call.get("executed", True))
         node = self.tree.add(live.trajectory.leaf, "observation", ids, text=text, tools=tools, seconds=seconds)
         live.context = [*live.context, *ids]
         live.trajectory.leaf = node.id

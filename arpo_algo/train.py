@@ -450,7 +450,7 @@ def _warn_of_silence(trees: Sequence[RolloutTree], config: ARPOConfig, has_tools
 
 
 def _seconds(trees: Sequence[RolloutTree], *, rollout: float, update: float) -> dict[str, float]:
-    tools = math.fsum(node.seconds for tree in trees for node in tree.nodes if node.role == "observation")
+    tools = math.fsum(tree.env_seconds for tree in trees)
     return {"seconds/rollout": rollout, "seconds/tools": tools, "seconds/update": update}
 
 

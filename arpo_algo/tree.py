@@ -140,6 +140,8 @@ class RolloutTree:
     trajectories: list[Trajectory] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    env_seconds: float = field(default=0.0, compare=False)
+    """Seconds that environment steps took, those that ended an episode included, summed over trajectories."""
 
     def add(self, parent: int | None, role: Role, token_ids: Sequence[int], **values: Any) -> Node:
         """Append a node and return it."""

@@ -41,7 +41,8 @@ def math_equal(prediction: str, truth: str) -> bool | None:
     r"""Whether the two answers are equal; None where that cannot be told: no truth, hostile or unreadable text, or out of time.
 
     Both may be LaTeX or plain (``\frac{1}{2}``, ``1/2``, ``0.5``), in ``\boxed{}`` or ``$`` or bare. An empty prediction is wrong. Works on any thread.
-    Verdicts are remembered, but not that time ran out or a worker died: the same pair may be graded the next time. Raises ``ImportError`` where math-verify is needed and absent.
+    Verdicts are remembered, but not that time ran out or a worker died: the same pair may be graded the next time. Raises ``ImportError`` where
+    math-verify is needed and absent.
     """
     left, right = clean(prediction), clean(truth)
     if not right:

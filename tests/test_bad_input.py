@@ -98,13 +98,15 @@ def test_unknown_tool(seen: str) -> None:
     env = tool_env()
     env.reset(seed=0)
     observation, _, terminated, truncated, info = env.step("<think> hm </think> <serach> who </serach>")
-    assert seen in observation and info["errors"] == [seen]
+    assert seen in observation and [(call["name"], call["error"]) for call in info["tool_calls"]] == [("serach", "unknown_tool")]
     assert not terminated and not truncated and info["n_tool_calls"] == 0
 
     hermes = tool_env(call_format=arpo_env.Hermes())
     hermes.reset(seed=0)
-    observation, *_ = hermes.step('<tool_call>{"name": "serach", "arguments": {"query": "who"}}</tool_call>')
-    assert "unknown tool 'serach'; available tools: search" in observation
+    observation, *_, info = hermes.step('<tool_call>{"name": "serach", "arguments": {"query": "who"}}</tool_call>')
+    assert observation == "There is no tool 'serach'. Available: search."
+    assert f"Hermes: `{observation}`" in PAGE.read_text(encoding="utf-8")
+    assert [(call["name"], call["error"]) for call in info["tool_calls"]] == [("serach", "unknown_tool")]
 
 
 class NeedsKey(arpo_env.Tool):

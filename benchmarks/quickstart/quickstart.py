@@ -1,7 +1,7 @@
 """``make quickstart``: from nothing to a tool-using policy improved by ARPO, on two CPU cores.
 
 1. A world of invented people is generated; training and held-out tasks share no person, place or fact.
-2. A policy of about 230,000 parameters is cold-started on noisy demonstrations: it learns the format and the tools, and mostly picks the first namesake.
+2. A policy of about 235,000 parameters is cold-started on noisy demonstrations: it learns the format and the tools, and mostly picks the first namesake.
 3. ARPO improves it: groups of trajectories, branched where entropy rises after a tool result, and GRPO updates.
 4. Accuracy on held-out tasks, greedy, before and after, with 95 % bootstrap intervals.
 

@@ -492,7 +492,15 @@ def test_calls_and_tools_stand_at_the_nodes_that_made_and_show_them() -> None:
     tree = sample_one(searching("<search>a</search>", "no call", "<answer>\\boxed{yes}</answer>"), tool_env(), None, group_size=2, initial=1)
     for trajectory in tree.trajectories:
         nodes = trajectory.nodes()
-        assert [[c["name"] for c in n.calls] for n in nodes] == [[], ["search"], [], [], [], []]
+        assert [[c["name"] for c in n.calls] for n in nodes] == [[], ["search"], [], ["unparsed"], [], []]
         assert [n.tools for n in nodes] == [(), (), ("search",), (), (), ()]
         assert [n.text for n in nodes[1::2]] == ["<search>a</search>", "no call", "<answer>\\boxed{yes}</answer>"]
     assert {p for d in tree.decisions for p in tree.nodes[d.node].tools} == {"search"}
+
+
+def test_a_tool_that_is_not_there_gives_no_branch_point_its_name() -> None:
+    """Branch points are counted by tool: names that the policy makes up would be metrics without end."""
+    tree = sample_one(searching("<serach>a</serach>", "<answer>\\boxed{yes}</answer>"), tool_env(), None, group_size=1, initial=1)
+    nodes = tree.trajectories[0].nodes()
+    assert [[c["name"] for c in n.calls] for n in nodes] == [[], ["serach"], [], []]
+    assert [n.tools for n in nodes] == [(), (), (), ()]

@@ -294,8 +294,24 @@ class TestToolFailures:
         env.reset(seed=0)
         observation, *_, info = env.step(hermes(("browse", {"text": "x"})))
         assert "browse" in observation and "act" in observation
-        calls_or_errors = [call["error"] for call in info["tool_calls"]] + info["errors"]
-        assert calls_or_errors and info["n_tool_calls"] == 0
+        assert only_call(info) == {"name": "browse", "arguments": {"text": "x"}, "ok": False, "error": "unknown_tool", "executed": False}
+        assert info["errors"] == [] and info["n_tool_calls"] == 0
+        assert info["messages"] == [{"role": "tool", "name": "browse", "content": "There is no tool 'browse'. Available: act."}]
+
+    def test_unknown_tool_in_tags(self) -> None:
+        env = notebook_env(Notebook())
+        env.reset(seed=0)
+        observation, *_, info = env.step("<nott>x</nott>")
+        assert observation == "\n<result>\nthere is no tool 'nott'; expected <note>...</note>, <answer>...</answer>\n</result>\n"
+        assert only_call(info) == {"name": "nott", "arguments": {}, "ok": False, "error": "unknown_tool", "executed": False}
+        assert info["errors"] == [] and info["n_tool_calls"] == 0
+        assert not env.episode.parsed[0].well_formed
+
+    def test_a_call_that_cannot_be_read_has_no_name(self) -> None:
+        env = hermes_env(Scripted("done"))
+        env.reset(seed=0)
+        *_, info = env.step("<tool_call>{</tool_call>")
+        assert (only_call(info)["name"], only_call(info)["error"], len(info["errors"])) == ("unparsed", "malformed", 1)
 
     @pytest.mark.parametrize("arguments", [{}, {"text": 1}, {"text": "a", "more": 1}, {"self": "x"}])
     def test_bad_arguments_never_reach_the_tool(self, arguments: dict[str, Any]) -> None:

@@ -187,7 +187,6 @@ def test_tags_thoughts_are_not_searched() -> None:
         ("<answer> </answer>", "the answer is empty"),
         ("I am thinking.", "neither a call nor an answer was found"),
         ("", "neither a call nor an answer was found"),
-        ("<browse>x</browse>", "expected <search>...</search>, <python>...</python>, <square>"),
         ("</think>", "neither a call nor an answer"),
     ],
 )
@@ -195,6 +194,81 @@ def test_tags_errors_say_what_was_wrong(text: str, said: str) -> None:
     turn = tags(text)
     assert (turn.calls, turn.answer, turn.well_formed) == ((), None, False)
     assert len(turn.errors) == 1 and said in turn.errors[0]
+
+
+# --- Tags: tools that are not there, and tools of several arguments ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["<browse>x</browse>", "<think>a <b>c</b></think> <browse> x </browse> and then <p>", "1 < 2 <int> <browse></browse>"])
+def test_tags_a_call_of_a_tool_that_is_not_there_has_its_name(text: str) -> None:
+    turn = tags(text)
+    assert [(c.name, c.arguments) for c in turn.calls] == [("browse", {})]
+    assert turn.calls[0].hint.startswith("there is no tool 'browse'; expected <search>...</search>, <python>...</python>, <square>")
+    assert turn.errors == () and not turn.well_formed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think><browse>x</browse></think>",  # a thought
+        "<think><browse>x</browse>",
+        "<browse>x",  # not closed
+        "x</browse>",
+        "vector<int> a, <p> b",
+        "<result>x</result>",  # the format's own mark
+        "<search>x <browse>y</browse>",  # inside a call that was not closed
+    ],
+)
+def test_tags_what_is_no_closed_tag_of_its_own_is_no_call(text: str) -> None:
+    turn = tags(text)
+    assert turn.calls == () and len(turn.errors) == 1
+
+
+def test_tags_other_tags_beside_a_call_or_an_answer_are_text() -> None:
+    assert tags("<p>so</p> <answer>a <b>big</b> town</answer>") == ParsedTurn(answer="a <b>big</b> town")
+    assert tags("<browse>x</browse> <search>a</search>") == ParsedTurn(calls=call("search", query="a"))
+
+
+@tool
+def cell(table: str, row: int, note: str = "") -> str:
+    """Read a cell."""
+    return f"{table}{row}{note}"
+
+
+def cells(content: str) -> ParsedTurn:
+    return Tags().parse(f"<cell>{content}</cell>", {"cell": cell})
+
+
+def test_tags_a_tool_that_requires_several_arguments_takes_a_json_object() -> None:
+    assert cells(' {"table": "towns", "row": 3}\n') == ParsedTurn(calls=call("cell", table="towns", row=3))
+    assert cells('{"table": "<b>", "row": 3, "note": "{"}').calls == call("cell", table="<b>", row=3, note="{")
+    missing = cells('{"table": "towns"}').calls[0]
+    assert check_arguments(cell, missing.arguments) == "missing argument 'row'"
+    assert tags('<search>{"query": "a"}</search>').calls == call("search", query='{"query": "a"}')  # one required argument: its text
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        ("towns", "got 'towns'"),
+        ("", "got ''"),
+        ('["towns", 3]', "got '[\"towns\", 3]'"),
+        ('{"table": "towns", "row": }', "Expecting value"),
+        ('{"table": "towns"} 3', "expected nothing after the JSON value, got '3'"),
+    ],
+)
+def test_tags_other_text_for_such_a_tool_is_an_error_that_names_the_arguments(content: str, got: str) -> None:
+    turn = cells(content)
+    assert (turn.calls, turn.answer, turn.well_formed) == ((), None, False)
+    (error,) = turn.errors
+    assert error.startswith("expected a JSON object with the keys table, row between <cell> and </cell>, got ") and got in error
+
+
+def test_tags_the_prompt_shows_the_object_of_such_a_tool() -> None:
+    prompt = Tags().system_prompt([search, cell])
+    assert '- <cell> {"table": ..., "row": ..., "note": ...} </cell>: Read a cell.\nWhere braces are shown, write one JSON object' in prompt
+    assert "- <search> query </search>: Search the web." in prompt
+    assert "JSON" not in Tags().system_prompt([search, now])
 
 
 # --- Tags: answers and the format check -----------------------------------------------------------------------------------------------------------
@@ -309,7 +383,10 @@ def test_hermes_bad_call_does_not_stop_the_good_ones() -> None:
         ("[1, 2]", "expected a JSON object"),
         ('"search"', "expected a JSON object"),
         ("", "Expecting value"),
-        ('{"name": "browse", "arguments": {}}', "unknown tool 'browse'"),
+        ('{"name": "browse\\nsearch", "arguments": {}}', "unknown tool 'browse\\nsearch'"),
+        ('{"name": "", "arguments": {}}', "unknown tool ''"),
+        ('{"name": "' + 65 * "b" + '"}', "unknown tool 'bbb"),
+        ('{"name": "browse", "arguments": [1]}', 'expected "arguments" to be a JSON object, got list'),
         ('{"arguments": {}}', 'expected "name"'),
         ('{"name": ["search"]}', 'expected "name"'),
         ('{"name": "search", "arguments": [1]}', 'expected "arguments" to be a JSON object, got list'),
@@ -327,6 +404,12 @@ def test_hermes_errors_say_what_was_wrong_and_name_the_tools(body: str, said: st
     assert len(turn.errors) == 1 and said in turn.errors[0]
     assert turn.errors[0].endswith("available tools: search, python, square, half, lookup, switch, now, recent, f")
     assert len(turn.errors[0]) < 400
+
+
+def test_hermes_a_call_of_a_tool_that_is_not_there_has_its_name() -> None:
+    good = block({"name": "now"})
+    turn = hermes(good + block({"name": "web.browse", "arguments": {"url": "x"}}))
+    assert turn == ParsedTurn(calls=(*call("now"), *call("web.browse", url="x")), well_formed=False)
 
 
 def test_hermes_unclosed_and_stray_tags() -> None:
@@ -414,8 +497,8 @@ def test_parsing_is_total_and_deterministic(text: str) -> None:
         assert not (turn.calls and turn.answer is not None)
         assert not (turn.errors and turn.well_formed)
         assert turn.answer is None or turn.answer.strip()
-        assert all(c.name in TOOLS for c in turn.calls)
-        assert all(isinstance(check_arguments(TOOLS[c.name], c.arguments), str | None) for c in turn.calls)
+        assert all(c.name in TOOLS or not turn.well_formed for c in turn.calls)
+        assert all(isinstance(check_arguments(TOOLS[c.name], c.arguments), str | None) for c in turn.calls if c.name in TOOLS)
         form.parse(text, {})
 
 

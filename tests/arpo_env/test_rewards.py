@@ -67,6 +67,30 @@ def test_normalize_answer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("3.14 m.", "3.14 m"),
+        ("-5 m", "-5 m"),
+        ("(-5) m", "-5 m"),
+        ("-.5 m, .5 m", "-.5 m .5 m"),
+        ("-$5.20!", "-5.20"),
+        ("1/2 cup", "1/2 cup"),
+        ("1990-1995 / 2020", "1990-1995 2020"),
+        ("1,000.50 m", "1000.50 m"),
+        ("a/2 of it", "a/2 of it"),
+        ("Paris.", "paris"),
+        ("Jean-Paul", "jeanpaul"),
+        ("COVID-19, No.5", "covid19 no5"),
+        ("wait...5 - 3.", "wait5 3"),
+        ("and/or", "andor"),
+        ("+5 m", "5 m"),
+    ],
+)
+def test_normalize_answer_keeps_what_makes_a_number(text: str, normal: str) -> None:
+    assert normalize_answer(text) == normal
+
+
+@pytest.mark.parametrize(
     ("prediction", "answers", "expected"),
     [
         ("Paris, France", ["Paris"], 2 / 3),  # 1 common word; 2 * 1 / (2 + 1)
@@ -83,7 +107,12 @@ def test_normalize_answer() -> None:
         ("3.14", ["314"], 0.0),
         ("1/2", ["12"], 0.0),
         ("1,000", ["1000"], 1.0),
-        ("1/0", ["10"], 1.0),  # no number: compared as text
+        ("1/0", ["10"], 0.0),  # no number: compared as text, in which the slash stays
+        ("1/0", ["1/0."], 1.0),
+        ("3.14 m", ["314 m"], 0.5),  # m is common
+        ("-5 degrees", ["5 degrees"], 0.5),
+        ("1/2 cup", ["12 cup"], 0.5),
+        ("1,000 m", ["1000 m"], 1.0),
     ],
 )
 def test_token_f1(prediction: str, answers: list[str], expected: float) -> None:
@@ -207,6 +236,26 @@ def test_a_late_worker_is_killed_and_counted_and_the_next_pair_is_graded() -> No
     (third,) = pool._all
     pool.close()
     assert third.process.returncode is not None and not pool._all
+    pool.close()
+
+
+def test_running_out_of_time_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine must not make an answer ungradable for the rest of the run."""
+    pool = GraderPool(size=1, deadline=0.0001)
+    monkeypatch.setattr(math_grading, "default_pool", lambda: pool)
+    assert math_equal("17/34", r"\frac{1}{2}") is None
+    assert pool.counts["timeouts"] == 1
+    pool.deadline = 60.0
+    assert math_equal("17/34", r"\frac{1}{2}") is True
+    worker = _Mute()
+    pool._all.add(worker)
+    pool._idle.append(worker)
+    assert math_equal("17/35", r"\frac{1}{2}") is None
+    assert math_equal("17/35", r"\frac{1}{2}") is False
+    assert math_equal(r"\frac{17", "0.5") is math_equal(r"\frac{17", "0.5") is None
+    # Remembered: a verdict, and that a text is unreadable.
+    assert math_equal("17/34", r"\frac{1}{2}") is True
+    assert pool.counts == {"graded": 2, "unreadable": 1, "refused": 0, "timeouts": 1, "died": 1}
     pool.close()
 
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import pytest
@@ -150,8 +150,37 @@ class TestTasksOfOnesOwn:
         path.write_text("".join(json.dumps(row) + "\n" for row in ({"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"})))
         pytest.importorskip("math_verify")
         env = MathEnv(str(path), own_search(), light_python())
-        assert [task.ability for task in env.tasks] == ["math", "math"]  # type: ignore[attr-defined]
-        assert [task.ability for task in SearchQAEnv(path, own_search(), light_python()).tasks] == ["qa", "qa"]  # type: ignore[attr-defined]
+        env.reset(seed=0)
+        assert env.episode.task.ability == "math"
+        env = SearchQAEnv(path, own_search(), light_python())  # type: ignore[assignment]
+        env.reset(seed=0)
+        assert env.episode.task.ability == "qa"
+
+    SUM: ClassVar[dict[str, str]] = {"question": "What is 2 + 3?", "answer": "5"}
+
+    @pytest.mark.parametrize(
+        ("tasks", "options"),
+        [
+            (arpo_env.TaskSet.from_rows([SUM]), {}),
+            ([arpo_env.Task(**SUM)], {}),
+            (None, {"task": SUM}),
+            (None, {"task": arpo_env.Task(**SUM)}),
+            (arpo_env.TaskSet.from_rows([SUM]), {"task": 0}),
+        ],
+        ids=["set", "tasks", "row-option", "task-option", "index-option"],
+    )
+    def test_mathematics_is_graded_as_mathematics_wherever_the_task_comes_from(self, tasks: Any, options: dict[str, Any]) -> None:
+        """By token F1 ``\\frac{10}{2}`` would be worth 0."""
+        pytest.importorskip("math_verify")
+        env = MathEnv(tasks, own_search(), light_python())
+        env.reset(seed=0, options=options)
+        assert env.step("<answer>\\boxed{\\frac{10}{2}}</answer>")[1] == 1.0
+
+    def test_a_task_that_names_its_ability_keeps_it(self) -> None:
+        task = arpo_env.Task(**self.SUM, ability="qa")
+        env = MathEnv([task], own_search(), light_python())
+        env.reset(seed=0)
+        assert env.episode.task is task
 
     def test_they_need_a_search_that_knows_them(self) -> None:
         with pytest.raises(ValueError, match="search="):

@@ -173,3 +173,68 @@ def test_before_reset_and_after_close() -> None:
 def test_without_a_spec_it_has_to_be_told_how_to_make_another() -> None:
     with pytest.raises(ValueError, match="make="):
         ReplayFork(PlainCounter())
+
+
+class Whispering(PlainCounter):
+    """Not deterministic in its info alone: ``where`` is "reset" or "step"."""
+
+    made = 0
+
+    def __init__(self, where: str, key: str) -> None:
+        super().__init__()
+        Whispering.made += 1
+        self.where, self.said = where, {key: Whispering.made} if key != "episode" else {"episode": {"r": 1.0, "t": Whispering.made}}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        observation, info = super().reset(seed=seed, options=options)
+        return observation, info | (self.said if self.where == "reset" else {})
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        *rest, info = super().step(action)
+        return (*rest, info | (self.said if self.where == "step" else {}))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("where", "named"), [("reset", "reset"), ("step", "step 1")])
+def test_a_difference_in_info_counts(where: str, named: str) -> None:
+    env = ReplayFork(Whispering(where, "number"), lambda: Whispering(where, "number"))
+    env.reset(seed=0)
+    env.step(1)
+    with pytest.raises(ForkError, match=f"replay differs at {named}: "):
+        fork(env)
+
+
+def test_the_seconds_of_an_episode_are_no_difference() -> None:
+    env = ReplayFork(Whispering("step", "episode"), lambda: Whispering("step", "episode"))
+    env.reset(seed=0)
+    assert "t" in env.step(1)[-1]["episode"], "the caller still gets them"
+    fork(env)
+
+
+class Tallying(ReplayFork[Any, Any]):
+    """A subclass with a constructor, a reset and a step of its own: doubles actions and keeps a list of them."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], word: str) -> None:
+        super().__init__(env, PlainCounter)
+        self.word, self.tally, self.inside = word, [0], env
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.tally.clear()
+        return super().reset(seed=None if seed is None else seed + 1, options=options)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        self.tally.append(action)
+        return super().step(2 * action)
+
+
+def test_the_fork_of_a_subclass_is_of_its_class_and_in_its_state() -> None:
+    env = Tallying(PlainCounter(), "hm")
+    env.reset(seed=3)
+    env.step(1)
+    env.step(2)
+    twin = copy.deepcopy(env)
+    assert type(twin) is Tallying and (twin.word, twin.tally, env.tally) == ("hm", [1, 2], [1, 2])
+    assert twin.inside is twin.env is not env.env
+    assert data_equivalence(twin.step(3), env.step(3)) and twin.unwrapped.state[0] == 12.0
+    twin.step(1)
+    assert (twin.tally, env.tally) == ([1, 2, 3, 1], [1, 2, 3])
+    assert data_equivalence(fork(twin).step(1), twin.step(1))
