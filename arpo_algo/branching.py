@@ -94,19 +94,8 @@ class EntropyBranching:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowEntropyBranching:
+class LowEntropyBranching(EntropyBranching):
     """The reverse of the paper's rule, as a control: branch where alpha - beta * dH exceeds tau."""
-
-    alpha: float = 0.5
-    beta: float = 0.2
-    tau: float = 0.5
-    children: int = 1
-    scale: Scale = "mean_nats"
-    timing: ClassVar[Timing] = "each_round"
-
-    def __post_init__(self) -> None:
-        _check_children(self.children)
-        _check_scale(self.scale)
 
     def allocate(self, points: Sequence[BranchPoint], budget: int, rng: np.random.Generator) -> list[Allocation]:
         scores = [self.alpha - self.beta * point.delta(self.scale) for point in points]

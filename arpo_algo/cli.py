@@ -26,6 +26,7 @@ from arpo_algo.codec import ChatCodec, Codec, PlainCodec
 from arpo_algo.config import ARPOConfig
 from arpo_algo.doctor import report
 from arpo_algo.evaluate import evaluate
+from arpo_algo.health import RunStopped
 from arpo_algo.metrics import rollout_metrics
 from arpo_algo.policies.transformers import TransformersPolicy
 from arpo_algo.recording import write_rollouts
@@ -272,7 +273,7 @@ class Doctor:
 
 COMMANDS: Mapping[str, type[Any]] = {"train": Train, "sft": SFT, "eval": Eval, "rollout": Rollout, "check-env": CheckEnv, "doctor": Doctor}
 
-USER_ERRORS = (ValueError, OSError, ImportError, ForkError, training.RunStopped, gymnasium.error.Error)
+USER_ERRORS = (ValueError, OSError, ImportError, ForkError, RunStopped, gymnasium.error.Error)
 """What a wrong setting or a wrong environment raises: shown as one message. ARPO_DEBUG=1 shows the traceback."""
 
 

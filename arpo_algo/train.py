@@ -36,29 +36,23 @@ from arpo_algo.checkpoint import (
 from arpo_algo.codec import ChatCodec, Codec
 from arpo_algo.config import ARPOConfig
 from arpo_algo.evaluate import EvalResult, evaluate
+from arpo_algo.health import TOKEN_LIMITS, check_env, check_health, check_not_empty, warn_of_silence
 from arpo_algo.learner import Learner, add_lora
 from arpo_algo.losses import KLEstimator, PolicyLoss, clipped_surrogate, kl_k3
-from arpo_algo.metrics import count_calls, rollout_metrics
+from arpo_algo.metrics import rollout_metrics
 from arpo_algo.packing import Rows, Weigh, pad_groups, trajectory_mean
 from arpo_algo.policies.transformers import TransformersPolicy
 from arpo_algo.recording import write_rollouts
 from arpo_algo.rollout import EnvSource, PromptTooLong, derive_seed, sample_groups
 from arpo_algo.tracking import Console, JsonLines, Tracker, Trackers
 from arpo_algo.tree import RolloutTree
-from arpo_env.core import fork_support
 from arpo_env.task import Task, TaskSource
 
 T = TypeVar("T")
-TOKEN_LIMITS = ("length", "context_full")
-"""Stop reasons of trajectories that ran into a token limit."""
 log = logging.getLogger(__name__)
 
 MAX_REDRAWS = 3
 """How often further tasks are drawn for a step whose prompts are all too long."""
-
-
-class RunStopped(RuntimeError):
-    """The run was stopped because its numbers could no longer be trusted; the message says which limit was passed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +107,7 @@ class ARPOTrainer:
         self.config = config if config is not None else ARPOConfig()
         self.env = env
         self.run_dir = Path(run_dir)
-        self._has_tools = _check_env(env, self.config)
+        self._has_tools = check_env(env, self.config)
         if self.config.eval_every and eval_tasks is None:
             raise ValueError(f"eval_every={self.config.eval_every} needs eval_tasks, the tasks to evaluate on")
         self.policy = _policy(model, tokenizer, self.config)
@@ -122,7 +116,7 @@ class ARPOTrainer:
         self.learner = Learner(self.model, self.config, loss=loss, kl=kl, ref_model=ref_model)
         self.tasks: TaskSource | None = tasks if tasks is not None else _own_tasks(env)
         self.eval_tasks = eval_tasks
-        _check_not_empty(tasks=self.tasks, eval_tasks=eval_tasks)
+        check_not_empty(tasks=self.tasks, eval_tasks=eval_tasks)
         self.weigh, self.assign, self.trackers = weigh, assign, list(trackers)
         self.estimate: Estimator = estimate if estimate is not None else partial(group_advantages, scale_by_std=self.config.scale_by_std)
         self.step = 0
@@ -176,8 +170,8 @@ class ARPOTrainer:
             if wanted == 0:
                 break
             new = self._sample_groups(wanted, round_)
-            _check_health(new, self.config)
-            _warn_of_silence(new, self.config, self._has_tools)
+            check_health(new, self.config)
+            warn_of_silence(new, self.config, self._has_tools)
             spare = [tree for tree in trees if not _has_signal(tree)]
             trees = [tree for tree in trees if _has_signal(tree)] + new
             trees += spare[: self.config.tasks_per_step - len(trees)]
@@ -390,63 +384,6 @@ def _policy(model: nn.Module | str | Path, tokenizer: Any, config: ARPOConfig) -
 
 def _own_tasks(env: EnvSource) -> TaskSource | None:
     return getattr(env.unwrapped, "tasks", None) if isinstance(env, gymnasium.Env) else None
-
-
-def _check_not_empty(**sources: TaskSource | None) -> None:
-    for name, tasks in sources.items():
-        if isinstance(tasks, Sized) and not len(tasks):
-            raise ValueError(f"{name}: expected at least one task, got a {type(tasks).__name__} without tasks")
-
-
-def _check_env(env: EnvSource, config: ARPOConfig) -> bool:
-    """Whether the environment offers tools. Raises ``ValueError`` where it cannot be forked and has to be."""
-    made = env if isinstance(env, gymnasium.Env) else env()
-    support, has_tools = fork_support(made), bool(getattr(made.unwrapped, "tool_schemas", ()))
-    if made is not env:
-        made.close()
-    if support == "none" and (config.branching.timing != "never" or isinstance(env, gymnasium.Env)):
-        raise ValueError(
-            f"{made} cannot be forked, which {type(config.branching).__name__} needs. Give it a fork() method, wrap it in arpo_env.ReplayFork,"
-            " or use NoBranching() with a function that makes environments"
-        )
-    return has_tools
-
-
-def _check_health(trees: Sequence[RolloutTree], config: ARPOConfig) -> None:
-    """Stop where environments or tools fail too often for the rewards to mean anything."""
-    trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
-    failed = [trajectory for trajectory in trajectories if trajectory.stop_reason in ("env_error", "env_timeout")]
-    if len(failed) > config.max_failed_share * len(trajectories):
-        raise RunStopped(
-            f"{len(failed)} of {len(trajectories)} trajectories ended in an environment that failed (max_failed_share={config.max_failed_share});"
-            f" the first: {failed[0].stop_reason}: {failed[0].answer}"
-        )
-    calls = [call for tree in trees for node in tree.nodes for call in node.calls]
-    unavailable = [call["name"] for call in calls if call.get("error") == "unavailable"]
-    if len(unavailable) > config.max_unavailable_share * len(calls):
-        raise RunStopped(
-            f"{len(unavailable)} of {len(calls)} tool calls found their tool unavailable (max_unavailable_share={config.max_unavailable_share}):"
-            f" {', '.join(sorted(set(unavailable)))}"
-        )
-
-
-def _warn_of_silence(trees: Sequence[RolloutTree], config: ARPOConfig, has_tools: bool) -> None:
-    """Warn where a step can teach nothing of what it is for: no tool was reached, or no trajectory came to an end of its own."""
-    trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
-    if has_tools and not count_calls(call for tree in trees for node in tree.nodes for call in node.calls):
-        log.warning(
-            "no call reached a tool in the %d trajectories of this step: the policy does not write the call format, or was not told of it;"
-            " look at rollouts/, check the system prompt, or cold-start the policy (arpo sft)",
-            len(trajectories),
-        )
-    if all(trajectory.stop_reason in TOKEN_LIMITS for trajectory in trajectories):
-        log.warning(
-            "all %d trajectories of this step ran into a token limit (max_turn_tokens=%d, max_context=%s): the policy does not come to an end;"
-            " raise the limits, or check its end token",
-            len(trajectories),
-            config.rollout.max_turn_tokens,
-            config.rollout.max_context,
-        )
 
 
 def _seconds(trees: Sequence[RolloutTree], *, rollout: float, update: float) -> dict[str, float]:

@@ -18,9 +18,9 @@ from tiny_policy import EOS, build_model, build_tokenizer
 import arpo_env
 from arpo_algo import ARPOConfig, ARPOTrainer, EntropyBranching, NoBranching, PlainCodec, RolloutConfig, RolloutTree, ScriptedPolicy, sample_groups
 from arpo_algo.cli import main
+from arpo_algo.health import RunStopped
 from arpo_algo.policies.scripted import ScriptedTurn
 from arpo_algo.rollout import PromptTooLong
-from arpo_algo.train import RunStopped
 from arpo_env import ToolEnv
 from arpo_env.envs.world import WorldConfig, world_vocabulary
 

@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM
 import arpo_env
 from arpo_algo import Allocation, ARPOConfig, ARPOTrainer, NoBranching, RolloutConfig, TopEntropyBranching, UniformBranching
 from arpo_algo.advantages import hard, leave_one_out
+from arpo_algo.health import RunStopped, check_health
 from arpo_algo.recording import read_rollouts, step_folder
 from arpo_algo.tracking import read_jsonl
-from arpo_algo.train import RunStopped, overlong_penalty, run_async
+from arpo_algo.train import overlong_penalty, run_async
 from arpo_env import ToolEnv
 from arpo_env.envs.world import WorldConfig, WorldTasks, world_vocabulary
 
@@ -156,7 +157,6 @@ def test_an_environment_that_always_fails_stops_the_run_with_its_error(tmp_path:
 
 
 def test_a_tool_that_is_down_stops_the_run(tmp_path: Path) -> None:
-    from arpo_algo.train import _check_health
     from arpo_algo.tree import RolloutTree, Trajectory
 
     tree = RolloutTree()
@@ -165,8 +165,8 @@ def test_a_tool_that_is_down_stops_the_run(tmp_path: Path) -> None:
     tree.add(0, "policy", [2], logprobs=[0.0], entropies=[0.0], calls=calls)
     tree.trajectories = [Trajectory(tree=tree, index=0, origin="initial", leaf=1)]
     with pytest.raises(RunStopped, match="3 of 5 tool calls found their tool unavailable"):
-        _check_health([tree], CONFIG)
-    _check_health([tree], replace(CONFIG, max_unavailable_share=0.6))
+        check_health([tree], CONFIG)
+    check_health([tree], replace(CONFIG, max_unavailable_share=0.6))
 
 
 def test_groups_without_a_signal_are_replaced_a_bounded_number_of_times(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""Whether a run can be started, and whether its numbers can still be trusted: what stops it, and what is only said."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence, Sized
+
+import gymnasium
+
+from arpo_algo.config import ARPOConfig
+from arpo_algo.metrics import count_calls
+from arpo_algo.rollout import EnvSource
+from arpo_algo.tree import RolloutTree
+from arpo_env.core import fork_support
+from arpo_env.task import TaskSource
+
+log = logging.getLogger(__name__)
+
+TOKEN_LIMITS = ("length", "context_full")
+"""Stop reasons of trajectories that ran into a token limit."""
+
+
+class RunStopped(RuntimeError):
+    """The run was stopped because its numbers could no longer be trusted; the message says which limit was passed."""
+
+
+def check_not_empty(**sources: TaskSource | None) -> None:
+    for name, tasks in sources.items():
+        if isinstance(tasks, Sized) and not len(tasks):
+            raise ValueError(f"{name}: expected at least one task, got a {type(tasks).__name__} without tasks")
+
+
+def check_env(env: EnvSource, config: ARPOConfig) -> bool:
+    """Whether the environment offers tools. Raises ``ValueError`` where it cannot be forked and has to be."""
+    made = env if isinstance(env, gymnasium.Env) else env()
+    support, has_tools = fork_support(made), bool(getattr(made.unwrapped, "tool_schemas", ()))
+    if made is not env:
+        made.close()
+    if support == "none" and (config.branching.timing != "never" or isinstance(env, gymnasium.Env)):
+        raise ValueError(
+            f"{made} cannot be forked, which {type(config.branching).__name__} needs. Give it a fork() method, wrap it in arpo_env.ReplayFork,"
+            " or use NoBranching() with a function that makes environments"
+        )
+    return has_tools
+
+
+def check_health(trees: Sequence[RolloutTree], config: ARPOConfig) -> None:
+    """Stop where environments or tools fail too often for the rewards to mean anything."""
+    trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
+    failed = [trajectory for trajectory in trajectories if trajectory.stop_reason in ("env_error", "env_timeout")]
+    if len(failed) > config.max_failed_share * len(trajectories):
+        raise RunStopped(
+            f"{len(failed)} of {len(trajectories)} trajectories ended in an environment that failed (max_failed_share={config.max_failed_share});"
+            f" the first: {failed[0].stop_reason}: {failed[0].answer}"
+        )
+    calls = [call for tree in trees for node in tree.nodes for call in node.calls]
+    unavailable = [call["name"] for call in calls if call.get("error") == "unavailable"]
+    if len(unavailable) > config.max_unavailable_share * len(calls):
+        raise RunStopped(
+            f"{len(unavailable)} of {len(calls)} tool calls found their tool unavailable (max_unavailable_share={config.max_unavailable_share}):"
+            f" {', '.join(sorted(set(unavailable)))}"
+        )
+
+
+def warn_of_silence(trees: Sequence[RolloutTree], config: ARPOConfig, has_tools: bool) -> None:
+    """Warn where a step can teach nothing of what it is for: no tool was reached, or no trajectory came to an end of its own."""
+    trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
+    if has_tools and not count_calls(call for tree in trees for node in tree.nodes for call in node.calls):
+        log.warning(
+            "no call reached a tool in the %d trajectories of this step: the policy does not write the call format, or was not told of it;"
+            " look at rollouts/, check the system prompt, or cold-start the policy (arpo sft)",
+            len(trajectories),
+        )
+    if all(trajectory.stop_reason in TOKEN_LIMITS for trajectory in trajectories):
+        log.warning(
+            "all %d trajectories of this step ran into a token limit (max_turn_tokens=%d, max_context=%s): the policy does not come to an end;"
+            " raise the limits, or check its end token",
+            len(trajectories),
+            config.rollout.max_turn_tokens,
+            config.rollout.max_context,
+        )
