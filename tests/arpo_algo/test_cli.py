@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from tiny_policy import build_model, build_tokenizer
 from transformers import AutoModelForCausalLM
 
+from arpo_algo.__main__ import main as command
 from arpo_algo.branching import EntropyBranching, RandomBranching, TopEntropyBranching
 from arpo_algo.cli import COMMANDS, main, parse
 from arpo_algo.config import ARPOConfig
@@ -325,3 +327,10 @@ def test_held_out_tasks_of_the_world_are_evaluated_during_training(tmp_path: Pat
     path, run = config_file(tmp_path / "c.toml", trainer="eval_every = 1\neval_tasks = 2"), tmp_path / "run"
     assert main(["train", str(path), "--model", str(model), "--run-dir", str(run), "--trainer.steps", "1"]) == 0
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["eval/tasks"] == 2
+
+
+def test_without_the_extra_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delitem(sys.modules, "arpo_algo.cli")
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert command() == 1
+    assert "pip install 'arpo[train]'" in capsys.readouterr().err
