@@ -31,17 +31,33 @@ def check_not_empty(**sources: TaskSource | None) -> None:
 
 
 def check_env(env: EnvSource, config: ARPOConfig) -> bool:
-    """Whether the environment offers tools. Raises ``ValueError`` where it cannot be forked and has to be."""
+    """Whether the environment offers tools. Raises ``ValueError`` where it cannot be forked and has to be, or where a wrapper would miss rewards."""
     made = env if isinstance(env, gymnasium.Env) else env()
     support, has_tools = fork_support(made), bool(getattr(made.unwrapped, "tool_schemas", ()))
+    wrapper = _reward_wrapper(made)
     if made is not env:
         made.close()
+    if wrapper is not None:
+        raise ValueError(
+            f"{type(wrapper).__name__} changes rewards from outside {type(made.unwrapped).__name__}, which scores a turn that ran into a limit without it;"
+            " give the environment a reward object instead, such as arpo_env.WeightedSum"
+        )
     if support == "none" and (config.branching.timing != "never" or isinstance(env, gymnasium.Env)):
         raise ValueError(
             f"{made} cannot be forked, which {type(config.branching).__name__} needs. Give it a fork() method, wrap it in arpo_env.ReplayFork,"
             " or use NoBranching() with a function that makes environments"
         )
     return has_tools
+
+
+def _reward_wrapper(env: gymnasium.Env[str, str]) -> gymnasium.Env[str, str] | None:
+    """A wrapper that changes rewards, around an environment that scores cut turns itself."""
+    layer: gymnasium.Env[str, str] = env
+    while isinstance(layer, gymnasium.Wrapper) and hasattr(env.unwrapped, "truncate"):
+        if isinstance(layer, gymnasium.RewardWrapper | gymnasium.wrappers.TransformReward | gymnasium.wrappers.NormalizeReward):
+            return layer
+        layer = layer.env
+    return None
 
 
 def check_health(trees: Sequence[RolloutTree], config: ARPOConfig) -> None:

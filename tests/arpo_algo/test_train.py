@@ -324,3 +324,14 @@ def test_lora_trains_only_adapters_and_resumes(tmp_path: Path) -> None:
     assert {"lora_A" in name or "lora_B" in name for name, p in run.model.named_parameters() if p.requires_grad} == {True}
     AutoModelForCausalLM.from_pretrained(result.checkpoint / "model")
     assert trainer(tmp_path, replace(config, steps=2)).train().step == 2
+
+
+def test_a_reward_wrapper_that_would_miss_cut_turns_is_refused(tmp_path: Path) -> None:
+    scaled = gymnasium.wrappers.TransformReward(world(), lambda reward: 10 * reward)
+    with pytest.raises(ValueError, match="TransformReward changes rewards from outside WorldEnv"):
+        trainer(tmp_path, env=scaled)
+    trainer(tmp_path, env=gymnasium.wrappers.TransformReward(Fair(), lambda reward: 10 * reward))
+
+
+class Fair(arpo_env.ForkableEnv):
+    """An environment that scores nothing on its own account."""
