@@ -22,7 +22,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,10 +90,11 @@ def save_checkpoint(
     return folder
 
 
-def load_checkpoint(folder: str | Path, *, config: Mapping[str, Any] | None = None) -> Checkpoint:
+def load_checkpoint(folder: str | Path, *, config: Mapping[str, Any] | None = None, may_differ: Collection[str] = ()) -> Checkpoint:
     """Read a checkpoint. Touches no random state and no model.
 
     Raises :class:`CheckpointError` when files are missing or cut short, or when a given ``config`` differs from the checkpoint's: every such setting is named.
+    Settings named in ``may_differ`` may.
     """
     folder = Path(folder)
     problem = _problem(folder)
@@ -101,7 +102,9 @@ def load_checkpoint(folder: str | Path, *, config: Mapping[str, Any] | None = No
         raise CheckpointError(f"{folder} is not a whole checkpoint: {problem}")
     saved = _read_json(folder / "config.json")
     if config is not None:
-        _compare(saved, json.loads(json.dumps(config)), folder)
+        given = json.loads(json.dumps(config))
+        free = {name: saved[name] for name in may_differ if name in saved}
+        _compare(saved, given | free, folder)
     learner_state, rng = (torch.load(folder / name, map_location="cpu", weights_only=True) for name in ("learner.pt", "rng.pt"))
     return Checkpoint(folder=folder, learner_state=learner_state, trainer_state=_read_json(folder / "trainer.json"), config=saved, rng=rng)
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import gymnasium
 import tyro
+from transformers import AutoTokenizer
 
 import arpo_algo.train as training
 from arpo_algo.branching import AnyBranching, EntropyBranching
@@ -74,32 +75,45 @@ class EnvSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
-    """Train a policy by ARPO."""
+class ModelCommand:
+    """What every command with a model takes."""
 
     model: str
     """Path or name of a causal language model."""
+    codec: Literal["chat", "plain"] = "chat"
+    """Text to ids by the tokenizer's chat template, or as plain text (base models)."""
+
+    def load(self) -> tuple[TransformersPolicy, Codec]:
+        policy = TransformersPolicy.from_pretrained(self.model)
+        return policy, self.codec_of(policy.tokenizer)
+
+    def codec_of(self, tokenizer: Any) -> Codec:
+        return ChatCodec(tokenizer) if self.codec == "chat" else PlainCodec(tokenizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(ModelCommand):
+    """Train a policy by ARPO."""
+
     env: EnvSettings = field(default_factory=EnvSettings)
     trainer: ARPOConfig = field(default_factory=ARPOConfig)
     eval_tasks: Path | None = None
     """Tasks for ``trainer.eval_every`` (.jsonl, .parquet); by default the environment's ``held_out_tasks`` where it has any, as arpo/World-v0 does."""
     run_dir: Path = Path("runs/arpo")
     """Metrics, rollouts, checkpoints; an interrupted run there is resumed."""
-    codec: Literal["chat", "plain"] = "chat"
-    """Text to ids by the tokenizer's chat template, or as plain text (base models)."""
     track: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Where metrics go besides metrics.jsonl and the terminal."""
 
     def run(self) -> None:
-        policy, env = TransformersPolicy.from_pretrained(self.model), self.env.make()
+        env, tokenizer = self.env.make(), AutoTokenizer.from_pretrained(self.model)
         held_out = TaskSet.load(self.eval_tasks) if self.eval_tasks is not None else getattr(env.unwrapped, "held_out_tasks", None)
         trainer = training.ARPOTrainer(
-            policy.model,
+            self.model,
             env,
             self.trainer,
-            tokenizer=policy.tokenizer,
+            tokenizer=tokenizer,
             eval_tasks=held_out,
-            codec=_codec(policy, self.codec),
+            codec=self.codec_of(tokenizer),
             trackers=[_tracker(name, self.run_dir) for name in self.track],
             run_dir=self.run_dir,
         )
@@ -108,22 +122,18 @@ class Train:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFT:
+class SFT(ModelCommand):
     """Cold start: supervised fine-tuning on recorded traces."""
 
-    model: str
-    """Path or name of a causal language model."""
     traces: Path
     """JSON lines, one trace each: {"messages": [{"role": ..., "content": ...}, ...]}; the assistant's text is what is learned."""
     out: Path = Path("runs/sft")
     """Folder of the trained model."""
     sft: SFTConfig = field(default_factory=lambda: SFTConfig(steps=100))
-    codec: Literal["chat", "plain"] = "chat"
-    """Text to ids by the tokenizer's chat template, or as plain text (base models)."""
 
     def run(self) -> None:
-        policy = TransformersPolicy.from_pretrained(self.model)
-        examples = read_traces(self.traces, _codec(policy, self.codec), end_id=policy.tokenizer.eos_token_id)
+        policy, codec = self.load()
+        examples = read_traces(self.traces, codec, end_id=policy.tokenizer.eos_token_id)
         print(f"{len(examples)} traces, {sum(map(sum, (e.mask for e in examples)))} tokens to learn")
         every = max(1, self.sft.steps // 20)
 
@@ -139,11 +149,9 @@ class SFT:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval:
+class Eval(ModelCommand):
     """Measure a policy on the tasks of an environment."""
 
-    model: str
-    """Path or name of a causal language model."""
     env: EnvSettings = field(default_factory=EnvSettings)
     n: int = 200
     """Tasks, the first ones of the environment's."""
@@ -152,16 +160,13 @@ class Eval:
     temperature: float = 0.0
     """0: greedy."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    codec: Literal["chat", "plain"] = "chat"
-    """Text to ids by the tokenizer's chat template, or as plain text (base models)."""
     out: Path | None = None
     """Write the numbers to this JSON file."""
     seed: int = 0
 
     def run(self) -> None:
-        policy, env = TransformersPolicy.from_pretrained(self.model), self.env.make()
+        (policy, codec), env = self.load(), self.env.make()
         tasks = training.first_tasks(_tasks(env), self.n)
-        codec = _codec(policy, self.codec)
         measured = evaluate(env, policy, codec, tasks, self.rollout, samples=self.samples, temperature=self.temperature, seed=self.seed)
         result = training.run_async(measured)
         print(result)
@@ -170,11 +175,9 @@ class Eval:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout:
+class Rollout(ModelCommand):
     """Sample groups and print their trees: who branched where, why, with which entropies and rewards."""
 
-    model: str
-    """Path or name of a causal language model."""
     env: EnvSettings = field(default_factory=EnvSettings)
     groups: int = 1
     """Groups to sample, one a task."""
@@ -182,8 +185,6 @@ class Rollout:
     """Index of the first task."""
     branching: AnyBranching = field(default_factory=EntropyBranching)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    codec: Literal["chat", "plain"] = "chat"
-    """Text to ids by the tokenizer's chat template, or as plain text (base models)."""
     out: Path | None = None
     """Write the trees as Parquet and metrics.json below this folder."""
     width: int = 160
@@ -191,8 +192,7 @@ class Rollout:
     seed: int = 0
 
     def run(self) -> None:
-        policy, env = TransformersPolicy.from_pretrained(self.model), self.env.make()
-        codec = _codec(policy, self.codec)
+        (policy, codec), env = self.load(), self.env.make()
         sampling = sample_groups(env, policy, codec, self.branching, self.rollout, self._options(env), seed=self.seed)
         started = time.perf_counter()
         trees = [tree.canonical() for tree in training.run_async(sampling)]
@@ -352,10 +352,6 @@ def _overview() -> str:
             "  EntropyBranching, TopEntropyBranching, UniformBranching, RandomBranching, LowEntropyBranching, AuthorsBranching, NoBranching",
         ]
     )
-
-
-def _codec(policy: TransformersPolicy, name: Literal["chat", "plain"]) -> Codec:
-    return ChatCodec(policy.tokenizer) if name == "chat" else PlainCodec(policy.tokenizer)
 
 
 def _tracker(name: Literal["tensorboard", "wandb", "trackio"], run_dir: Path) -> Tracker:

@@ -16,7 +16,7 @@ import numpy as np
 
 from arpo_algo.branching import NoBranching
 from arpo_algo.codec import Codec
-from arpo_algo.metrics import correctness, count_calls, count_failures
+from arpo_algo.metrics import correctness, count_calls, count_failures, mean_or_nan
 from arpo_algo.policies.base import Policy
 from arpo_algo.rollout import EnvSource, RolloutConfig, sample_groups
 from arpo_algo.tree import RolloutTree, Trajectory
@@ -170,11 +170,11 @@ def summarize(
         unscored=sum(not trajectory.scored for trajectory in trajectories),
         accuracy=interval([float(np.mean(values)) for values in correct_by_task]),
         pass_at={k: interval([pass_at_k(len(v), _passes(v), k) for v in correct_by_task if len(v) >= k]) for k in ks},
-        reward=_mean([float(np.mean([trajectory.reward for trajectory in task])) for task in scored if task]),
+        reward=mean_or_nan([float(np.mean([trajectory.reward for trajectory in task])) for task in scored if task]),
         tool_calls=_calls_per_trajectory(trajectories),
         tool_failures=dict(sorted(count_failures(call for trajectory in trajectories for call in trajectory.calls).items())),
-        turns=_mean([sum(node.sampled for node in trajectory.nodes()) for trajectory in trajectories]),
-        tokens=_mean([trajectory.sampled_tokens for trajectory in trajectories]),
+        turns=mean_or_nan([sum(node.sampled for node in trajectory.nodes()) for trajectory in trajectories]),
+        tokens=mean_or_nan([trajectory.sampled_tokens for trajectory in trajectories]),
         stop_reasons=dict(Counter(trajectory.stop_reason or "none" for trajectory in trajectories).most_common()),
         trees=trees,
     )
@@ -201,10 +201,6 @@ async def evaluate(
 
 def _passes(values: Sequence[float]) -> int:
     return sum(value >= 1 - 1e-9 for value in values)  # a weighted sum of parts may miss 1 by a rounding
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else math.nan
 
 
 def _calls_per_trajectory(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -89,7 +89,8 @@ def rollout_metrics(trees: Sequence[RolloutTree], advantages: Sequence[np.ndarra
     return metrics if advantages is None else metrics | _advantage_metrics(trees, advantages)
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean_or_nan(values: Sequence[float]) -> float:
+    """The mean; NaN of nothing."""
     return float(np.mean(values)) if len(values) else math.nan
 
 
@@ -99,12 +100,12 @@ def _reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     names = sorted({name for trajectory in scored for name in trajectory.reward_parts})
     if taken := {"mean", "std"}.intersection(names):
         raise ValueError(f"a reward part must not be called 'mean' or 'std' (reward/mean and reward/std are taken), got {sorted(taken)}")
-    parts = {f"reward/{name}": _mean([t.reward_parts[name] for t in scored if name in t.reward_parts]) for name in names}
+    parts = {f"reward/{name}": mean_or_nan([t.reward_parts[name] for t in scored if name in t.reward_parts]) for name in names}
     return {
-        "reward/mean": _mean(rewards),
+        "reward/mean": mean_or_nan(rewards),
         "reward/std": float(np.std(rewards)) if rewards else math.nan,
         **parts,
-        "accuracy": _mean([correctness(trajectory) for trajectory in scored]),
+        "accuracy": mean_or_nan([correctness(trajectory) for trajectory in scored]),
         "unscored": float(len(trajectories) - len(scored)),
     }
 
@@ -126,7 +127,7 @@ def _token_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
         "tokens/unique": float(unique),
         "tokens/total": float(total),
         "tokens/share_ratio": total / unique if unique else math.nan,
-        "entropy/mean": _mean([value for tree in trees for node in tree.nodes if node.sampled for value in node.entropies]),
+        "entropy/mean": mean_or_nan([value for tree in trees for node in tree.nodes if node.sampled for value in node.entropies]),
     }
 
 
@@ -134,7 +135,7 @@ def _trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     origins = Counter(trajectory.origin for trajectory in trajectories)
     stops = Counter(trajectory.stop_reason or "none" for trajectory in trajectories)
     return {
-        "turns/mean": _mean([sum(node.sampled for node in trajectory.nodes()) for trajectory in trajectories]),
+        "turns/mean": mean_or_nan([sum(node.sampled for node in trajectory.nodes()) for trajectory in trajectories]),
         **{f"trajectories/{origin}": float(origins[origin]) for origin in get_args(Origin)},
         **{f"stop/{reason}": count / len(trajectories) for reason, count in sorted(stops.items())},
     }
@@ -147,12 +148,12 @@ def _branch_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
         "branch/points": float(len(decisions)),
         "branch/branched": float(len(branched)),
         "branch/children": float(sum(decision.children for decision in branched)),
-        "branch/delta_mean": _mean([decision.delta for decision in decisions]),
-        "branch/depth_mean": _mean([decision.depth for decision in branched for _ in range(decision.children)]),
+        "branch/delta_mean": mean_or_nan([decision.delta for decision in decisions]),
+        "branch/depth_mean": mean_or_nan([decision.depth for decision in branched for _ in range(decision.children)]),
         "branch/fork_failures": float(sum(tree.metadata.get("fork_failures", 0) for tree in trees)),
         **{f"branch/by_tool/{tool}": float(count) for tool, count in sorted(_branched_by_tool(trees).items())},
-        "entropy/initial": _mean([decision.initial_entropy for decision in decisions]),
-        "entropy/after_observation": _mean([decision.entropy for decision in decisions]),
+        "entropy/initial": mean_or_nan([decision.initial_entropy for decision in decisions]),
+        "entropy/after_observation": mean_or_nan([decision.entropy for decision in decisions]),
     }
 
 
@@ -164,10 +165,9 @@ def _branched_by_tool(trees: Sequence[RolloutTree]) -> Counter[str]:
 
 
 def _group_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
-    rewards = [tree.rewards_M[tree.scored_M] for tree in trees]
     return {
-        "groups/zero_variance": _mean([float(len(r) < 2 or r.max() == r.min()) for r in rewards]),
-        "groups/effective_size": _mean([effective_size(tree) for tree in trees]),
+        "groups/zero_variance": mean_or_nan([float(not tree.has_signal) for tree in trees]),
+        "groups/effective_size": mean_or_nan([effective_size(tree) for tree in trees]),
     }
 
 
@@ -176,4 +176,4 @@ def _advantage_metrics(trees: Sequence[RolloutTree], advantages: Sequence[np.nda
     if expected != got:
         raise ValueError(f"advantages must hold one number for each trajectory of each tree, shapes {expected}, got {got}")
     scored = [value for tree, advantages_M in zip(trees, advantages, strict=True) for value in np.abs(advantages_M[tree.scored_M])]
-    return {"advantage/mean_abs": _mean(scored), "advantage/zero": _mean([float(value == 0) for value in scored])}
+    return {"advantage/mean_abs": mean_or_nan(scored), "advantage/zero": mean_or_nan([float(value == 0) for value in scored])}

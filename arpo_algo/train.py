@@ -166,14 +166,14 @@ class ARPOTrainer:
         """The groups of the next step; those without a signal replaced as ``config.resample_rounds`` allows."""
         trees: list[RolloutTree] = []
         for round_ in range(1 + self.config.resample_rounds):
-            wanted = self.config.tasks_per_step - sum(_has_signal(tree) for tree in trees) if round_ else self.config.tasks_per_step
+            wanted = self.config.tasks_per_step - sum(tree.has_signal for tree in trees)
             if wanted == 0:
                 break
             new = self._sample_groups(wanted, round_)
             check_health(new, self.config)
             warn_of_silence(new, self.config, self._has_tools)
-            spare = [tree for tree in trees if not _has_signal(tree)]
-            trees = [tree for tree in trees if _has_signal(tree)] + new
+            spare = [tree for tree in trees if not tree.has_signal]
+            trees = [tree for tree in trees if tree.has_signal] + new
             trees += spare[: self.config.tasks_per_step - len(trees)]
         for group, tree in enumerate(trees):
             tree.group = group
@@ -258,10 +258,8 @@ class ARPOTrainer:
         return dict(json.loads(json.dumps(described, default=repr)))
 
     def _resume(self, folder: Path) -> None:
-        config = self.describe()
-        checkpoint = load_checkpoint(folder)
         # A finished or interrupted run may be made longer; everything else must be as it was.
-        load_checkpoint(folder, config=config | {name: checkpoint.config[name] for name in ("steps", "total_steps")})
+        checkpoint = load_checkpoint(folder, config=self.describe(), may_differ=("steps", "total_steps"))
         load_weights(self.model, checkpoint)
         self.learner.load_state_dict(checkpoint.learner_state)
         self.step, self.cursor = checkpoint.trainer_state["step"], checkpoint.trainer_state["cursor"]
@@ -361,11 +359,6 @@ def _shape_overlong(tree: RolloutTree, config: ARPOConfig) -> None:
         if penalty := overlong_penalty(trajectory.sampled_tokens, limit=config.overlong_limit, buffer=config.overlong_buffer):
             trajectory.reward += penalty
             trajectory.reward_parts["overlong"] = penalty
-
-
-def _has_signal(tree: RolloutTree) -> bool:
-    rewards = tree.rewards_M[tree.scored_M]
-    return len(rewards) > 1 and bool(rewards.max() > rewards.min())
 
 
 def _policy(model: nn.Module | str | Path, tokenizer: Any, config: ARPOConfig) -> TransformersPolicy:

@@ -179,6 +179,12 @@ class RolloutTree:
         return np.array([t.scored for t in self.trajectories], dtype=bool)
 
     @property
+    def has_signal(self) -> bool:
+        """Whether scored rewards differ, so that advantages are not all 0."""
+        rewards = self.rewards_M[self.scored_M]
+        return len(rewards) > 1 and bool(rewards.max() > rewards.min())
+
+    @property
     def unique_tokens(self) -> int:
         """Tokens of the tree, each counted once."""
         return sum(len(node.token_ids) for node in self.nodes)
