@@ -148,7 +148,7 @@ class GroupSampler:
         finally:
             self.over = True
             await self._close(list(self.open.values()))
-        self.tree.metadata = {"fork_failures": self.rounds.refused + self.lost}
+        self.tree.metadata = {"fork_failures": self.rounds.refused + self.lost, "isolation": str(self.opening.get("isolation", ""))}
         return self.tree
 
     def _open_tree(self, info: Mapping[str, Any]) -> None:

@@ -235,7 +235,10 @@ class ARPOTrainer:
             self._resume(folder)
         elif (self.run_dir / "metrics.jsonl").exists():
             log.warning("%s holds a run without a checkpoint; it starts again from step 0", self.run_dir)
-        manifest = {"config": self.describe(), "versions": versions()}
+        isolation = str(getattr(self.env.unwrapped, "isolation", "")) if isinstance(self.env, gymnasium.Env) else ""
+        if isolation:
+            log.info("code of the policy runs at isolation level %r", isolation)
+        manifest = {"config": self.describe(), "versions": versions(), "isolation": isolation}
         (self.run_dir / "run.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
     def describe(self) -> dict[str, Any]:

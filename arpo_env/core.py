@@ -20,6 +20,7 @@ failed: both become an observation and an entry of ``info["tool_calls"]``.
 ``scored``           False when the episode ended and its answer could not be graded: the reward then means nothing
 ``stop_reason``      "" while running; ``answer``, ``max_turns``, or what :meth:`ToolEnv.truncate` was given
 ``task_id``          id of the task
+``isolation``        the weakest isolation level of tools that run foreign code (:data:`arpo_env.sandbox.isolation.LEVELS`), "" where none does
 ===================  =========================================================================================================
 
 Wall-clock values (seconds per tool, timeouts, retries) go to ``env.telemetry``, which forks share.
@@ -35,7 +36,7 @@ import operator
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -134,7 +135,7 @@ class ToolEnv(ForkableEnv):
     metadata: dict[str, Any] = {"render_modes": ["ansi", "human"], "render_fps": 1}  # noqa: RUF012 - Gymnasium's own convention
     shared: ClassVar[frozenset[str]] = ForkableEnv.shared | {
         "tasks", "prototypes", "call_format", "reward", "max_turns", "max_tool_calls", "max_observation_chars", "system_prompt",
-        "stop_strings", "tool_schemas", "telemetry", "_slots", "_episode", "_tools",
+        "stop_strings", "tool_schemas", "telemetry", "isolation", "_slots", "_episode", "_tools",
     }  # fmt: skip
 
     def __init__(
@@ -173,6 +174,7 @@ class ToolEnv(ForkableEnv):
         self.stop_strings: tuple[str, ...] = self.call_format.stop_strings(list(self.prototypes.values()))
         self.tool_schemas = [prototype.schema() for prototype in self.prototypes.values()]
         self.telemetry = Telemetry()
+        self.isolation = _weakest_isolation(self.prototypes.values())
         self._slots = {name: _Slots(prototype.max_concurrency) for name, prototype in self.prototypes.items()}
         self._tools: dict[str, Tool] = {}
         self._episode: Episode | None = None
@@ -347,22 +349,42 @@ class ToolEnv(ForkableEnv):
         weakest: ForkSupport = min((prototype.fork_support for prototype in self.prototypes.values()), key=STRENGTH.index, default="native")
         return "native" if weakest == "shared" else weakest
 
-    def _fork_into(self, twin: Self) -> None:
+    def _copied(self) -> Self:
+        twin = super()._copied()
+        twin._tools = {}
+        return twin
+
+    def fork_many(self, n: int) -> list[Self]:
+        """``n`` independent copies, all or none; each tool makes its ``n`` copies at once."""
         if self._stepping:
             raise ForkError(f"cannot fork {type(self).__name__} while a step is running in another thread")
-        twin._tools = {}
+        for name, instance in self._tools.items():
+            if instance.fork_support == "none":
+                raise ForkError(f"tool {name!r} declares that it cannot be forked; use it without branching, or give it a fork() method")
+        twins = super().fork_many(n)
         try:
             for name, instance in self._tools.items():
-                twin._tools[name] = self._fork_tool(instance)
+                for twin, copied in zip(twins, self._fork_tool(instance, len(twins)), strict=True):
+                    twin._tools[name] = copied
         except Exception as error:
-            twin._close_tools()
+            for twin in twins:
+                twin.close()
             raise ForkError(f"tool {name!r} ({instance.fork_support}) cannot be forked: {type(error).__name__}: {error}") from error
+        return twins
 
-    def _fork_tool(self, instance: Tool) -> Tool:
-        if instance.fork_support == "none":
-            raise ForkError("it declares that it cannot; use it without branching, or give it a fork() method")
+    def _fork_tool(self, instance: Tool, n: int) -> list[Tool]:
         if instance.fork_support != "replay":
-            return instance.fork()
+            return instance.fork_many(n)
+        with contextlib.ExitStack() as undo:
+            made = []
+            for _ in range(n):
+                made.append(self._replayed(instance))
+                undo.callback(made[-1].close)
+            undo.pop_all()
+        return made
+
+    def _replayed(self, instance: Tool) -> Tool:
+        """A fresh instance brought to the state of ``instance`` by the recorded calls, each result compared."""
         twin = self.prototypes[instance.name].bind()
         try:
             twin.start_episode(self.episode.task)
@@ -405,6 +427,7 @@ class ToolEnv(ForkableEnv):
             "scored": score is None or score.value is not None,
             "stop_reason": episode.stop_reason,
             "task_id": episode.task.id,
+            "isolation": self.isolation,
         }
 
     def render(self) -> str | None:
@@ -445,6 +468,15 @@ def _prototypes(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
             raise ValueError(f"two tools are named {prototype.name!r}; names must differ")
         prototypes[prototype.name] = prototype
     return prototypes
+
+
+def _weakest_isolation(prototypes: Iterable[Tool]) -> str:
+    reports = [report for report in (prototype.isolation() for prototype in prototypes) if report is not None]
+    if not reports:
+        return ""
+    from arpo_env.sandbox.isolation import LEVELS  # not loaded for tools that run no code
+
+    return min((report.level for report in reports), key=LEVELS.index)
 
 
 def _call(instance: Tool, arguments: Mapping[str, Any], telemetry: Telemetry) -> ToolResult:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Iterator
 from typing import Any, ClassVar, Self, TypeVar, cast, overload
 
 import gymnasium
@@ -92,15 +93,31 @@ class ForkableEnv(gymnasium.Env[str, str]):
 
     def fork(self) -> Self:
         """An independent copy in the present state: the same actions give the same observations, rewards and infos in both."""
+        return self.fork_many(1)[0]
+
+    def fork_many(self, n: int) -> list[Self]:
+        """``n`` independent copies, all or none. Override it where making them at once is cheaper; otherwise :meth:`_fork_into` is the place."""
         if self._closed:
             raise ForkError(f"cannot fork a closed {type(self).__name__}")
         if not self._running:
             raise ForkError(f"cannot fork {type(self).__name__} before reset()")
+        twins: list[Self] = []
+        try:
+            for _ in range(n):
+                twin = self._copied()
+                self._fork_into(twin)
+                twins.append(twin)
+        except BaseException:
+            for twin in twins:
+                twin.close()
+            raise
+        return twins
+
+    def _copied(self) -> Self:
         twin = object.__new__(type(self))
         memo: dict[int, Any] = {id(self): twin}
         for name, value in vars(self).items():
             twin.__dict__[name] = value if name in self.shared else copy.deepcopy(value, memo)
-        self._fork_into(twin)
         return twin
 
     def _fork_into(self, twin: Self) -> None:
@@ -143,18 +160,11 @@ def fork(env: EnvT, n: int | None = None) -> EnvT | list[EnvT]:
     Raises :class:`ForkError` where no way of copying is right, where ``env`` is closed or was never reset.
     """
     if n is None:
-        return _fork_one(env)
-    made: list[EnvT] = []
-    try:
-        made.extend(_fork_one(env) for _ in range(n))
-    except BaseException:
-        for twin in made:
-            twin.close()
-        raise
-    return made
+        return _forks(env, 1)[0]
+    return _forks(env, n)
 
 
-def _fork_one(env: EnvT) -> EnvT:
+def _forks(env: EnvT, n: int) -> list[EnvT]:
     if isinstance(env, AsyncVectorEnv) or not isinstance(env, gymnasium.Env | SyncVectorEnv):
         raise ForkError(f"expected a gymnasium.Env or SyncVectorEnv, got {type(env).__name__}; other processes cannot be forked from here")
     members = [layers(member) for member in env.envs] if isinstance(env, SyncVectorEnv) else [layers(env)]
@@ -164,17 +174,18 @@ def _fork_one(env: EnvT) -> EnvT:
             raise ForkError(refusal)
     # A spec holds the constructor's arguments, perhaps 20,000 tasks; it is never written to.
     specs = [vars(holder).get(name) for holder in (env, *copied) for name in ("spec", "_cached_spec")]
-    memo: dict[int, Any] = {id(spec): spec for spec in specs}
+    memos: list[dict[int, Any]] = [{id(spec): spec for spec in specs} for _ in range(n)]
     twins: list[gymnasium.Env[Any, Any]] = []
     try:
         for layer in filter(None, map(_self_forking_layer, members)):
-            twins.append(layer.fork())  # type: ignore[attr-defined]
-            memo[id(layer)] = twins[-1]
-        return copy.deepcopy(env, memo)
-    except Exception as error:
+            for memo, twin in zip(memos, _own_forks(layer, n), strict=True):
+                twins.append(twin)
+                memo[id(layer)] = twin
+        return [copy.deepcopy(env, memo) for memo in memos]
+    except BaseException as error:
         for twin in twins:
             twin.close()
-        if isinstance(error, ForkError):
+        if isinstance(error, ForkError) or not isinstance(error, Exception):
             raise
         raise ForkError(
             f"{env} cannot be copied: {type(error).__name__}: {error}. Give it a fork() method, or wrap it in arpo_env.ReplayFork if it is deterministic"
@@ -192,6 +203,16 @@ def _self_forking_layer(chain: list[gymnasium.Env[Any, Any]]) -> gymnasium.Env[A
 
 def _forks_itself(layer: Any) -> bool:
     return callable(getattr(type(layer), "fork", None))
+
+
+def _own_forks(layer: Any, n: int) -> Iterator[gymnasium.Env[Any, Any]]:
+    """``n`` copies by the layer's own methods: at once, unless a class has a ``fork`` of its own above the ``fork_many`` that it inherits."""
+    owner = next(cls for cls in type(layer).__mro__ if "fork" in vars(cls) or "fork_many" in vars(cls))
+    if "fork_many" in vars(owner):
+        yield from layer.fork_many(n)
+    else:
+        for _ in range(n):
+            yield layer.fork()
 
 
 def _refusal(layer: Any) -> str | None:

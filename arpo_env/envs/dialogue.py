@@ -126,4 +126,5 @@ class DialogueEnv(ForkableEnv):
             "scored": True,
             "stop_reason": self._stop_reason,
             "task_id": self._task_id,
+            "isolation": "",
         }

@@ -21,9 +21,12 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from arpo_env.task import Task
+
+if TYPE_CHECKING:
+    from arpo_env.sandbox.isolation import IsolationReport
 
 ErrorKind = Literal["unknown_tool", "bad_arguments", "exception", "timeout", "died", "limit", "unavailable"]
 ForkSupport = Literal["shared", "native", "copy", "replay", "none"]
@@ -57,6 +60,8 @@ class Tool:
 
     name: str = ""
     description: str = ""
+    version: str = "1"
+    """Part of the key under which results are cached: raise it when the same call means something else than before."""
     parameters: Mapping[str, Any] = types.MappingProxyType({"type": "object", "properties": {}})
     """JSON schema of the arguments, an object schema."""
     stateful: bool = False
@@ -85,8 +90,29 @@ class Tool:
         """An independent copy in the present state. Stateless tools return themselves."""
         return copy.deepcopy(self) if self.stateful else self
 
+    def fork_many(self, n: int) -> list[Self]:
+        """``n`` independent copies, all or none. Override it where making them at once is cheaper, as with a remote machine that is copied in one request."""
+        made: list[Self] = []
+        try:
+            for _ in range(n):
+                made.append(self.fork())
+        except BaseException:
+            for twin in made:
+                if twin.stateful:  # a stateless one is this very instance
+                    twin.close()
+            raise
+        return made
+
     def close(self) -> None:
         """Free what this instance holds. Idempotent. Never closes what a fork holds."""
+
+    def settings(self) -> Mapping[str, Any]:
+        """What the results depend on beside the arguments, as JSON values: part of the key under which they are cached. No secrets."""
+        return {}
+
+    def isolation(self) -> IsolationReport | None:
+        """What is protected from foreign code that this tool runs; None for a tool that runs none."""
+        return None
 
     def schema(self) -> dict[str, Any]:
         """The tool in the form chat templates take: ``{"type": "function", "function": {...}}``."""

@@ -24,6 +24,7 @@ import arpo_env
 from arpo_env.core import Episode, ToolEnv
 from arpo_env.formats import Hermes
 from arpo_env.rewards import ExactMatch, Score, WeightedSum
+from arpo_env.sandbox import IsolationReport
 from arpo_env.task import Task, TaskSet
 from arpo_env.tools.base import Tool, ToolResult, tool
 
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 INFO_KEYS = {
     "turn", "messages", "observation_role", "stop_strings", "tools", "tool_calls", "n_tool_calls", "errors", "answer", "reward", "scored", "stop_reason",
     "task_id",
+    "isolation",
 }  # fmt: skip
 
 
@@ -631,3 +633,18 @@ class TestGymnasium:
 
 def deadline_env() -> ToolEnv:
     return hermes_env(Scripted("done", timeout=30.0))
+
+
+class TestIsolation:
+    def test_info_names_the_weakest_level_of_tools_that_run_code(self) -> None:
+        class Runs(Notebook):
+            def __init__(self, name: str, level: Any) -> None:
+                super().__init__()
+                self.name, self.level = name, level
+
+            def isolation(self) -> IsolationReport:
+                return IsolationReport(level=self.level, missing={})
+
+        assert notebook_env().reset(seed=0)[1]["isolation"] == ""
+        env = notebook_env(Notebook(), Runs("one", "namespaces"), Runs("two", "process"), Runs("three", "landlock"))
+        assert env.reset(seed=0)[1]["isolation"] == env.fork().step(note("a"))[-1]["isolation"] == env.isolation == "process"

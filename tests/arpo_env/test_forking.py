@@ -262,7 +262,7 @@ class TestToolsThatFork:
         for attempt in (env.fork, lambda: fork(env), lambda: fork(env, 2), lambda: copy.deepcopy(env), lambda: fork(TimeLimit(env, 9))):
             with pytest.raises(ForkError, match="'live'"):
                 attempt()
-        assert len(closed) == 5, "the twin of the tool before it is closed each time"
+        assert closed == [], "it is refused before any other tool is copied"
         assert env.step(note("b"))[0] == "\n<result>\na | b\n</result>\n"
 
     @pytest.mark.parametrize("error", [OSError("too many open files"), ForkError("no"), KeyError("x")])
@@ -283,6 +283,48 @@ class TestToolsThatFork:
             fork(env, 4)
         assert (len(forked), len(closed)) == (3, 2)
         assert len(fork(env, 4)) == 4
+
+    def test_n_forks_are_one_request_of_each_tool(self) -> None:
+        asked: list[int] = []
+
+        class Remote(Notebook):
+            def fork_many(self, n: int) -> list[Remote]:
+                asked.append(n)
+                return super().fork_many(n)
+
+        env = started(TimeLimit(notebook_env(Remote()), 9), note("a"))
+        twins = fork(env, 3)
+        assert asked == [3]
+        assert [twin.step(note(str(number)))[0] for number, twin in enumerate(twins)] == [f"\n<result>\na | {number}\n</result>\n" for number in range(3)]
+        assert [len(fork(env, n)) for n in (1, 0)] == [1, 0]
+        env.unwrapped.fork()  # type: ignore[attr-defined]
+        assert asked == [3, 1, 0, 1]
+
+    def test_a_failing_request_for_n_leaves_nothing_open(self) -> None:
+        closed: list[Tool] = []
+
+        class Full(Notebook):
+            name = "full"
+
+            def fork_many(self, n: int) -> list[Full]:
+                raise RuntimeError("quota")
+
+        env = started(notebook_env(Stuck(threading.Event(), closed_instances=closed), Full()), note("a"))
+        with pytest.raises(ForkError, match=r"'full'.*quota"):
+            fork(env, 3)
+        assert len(closed) == 3 and len({id(tool) for tool in closed}) == 3
+        assert env.step(note("b"))[0] == "\n<result>\na | b\n</result>\n", "the parent goes on"
+
+    def test_a_class_with_its_own_fork_is_asked_n_times(self) -> None:
+        class Counting(Dice):
+            forks = 0
+
+            def fork(self) -> Any:
+                type(self).forks += 1
+                return super().fork()
+
+        assert len(fork(started(Counting()), 3)) == 3
+        assert Counting.forks == 3
 
     def test_n_forks_of_an_environment_with_its_own_fork(self) -> None:
         class Fragile(Dice):
