@@ -30,24 +30,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import math
 import operator
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 
 from arpo_env._deadline import DeadlineExceeded, call_with_deadline
+from arpo_env.calling import Slots, Telemetry, bind_tool, call_tool, check_prototypes, weakest_isolation
 from arpo_env.forking import STRENGTH, ForkableEnv, ForkError, TextSpace, fork, fork_support
 from arpo_env.formats import CallFormat, ParsedTurn, Tags, ToolCall
 from arpo_env.rewards import HierarchicalReward, Reward, Score, as_reward, check_task
 from arpo_env.task import Task, TaskSet, TaskSource
-from arpo_env.tools.base import ForkSupport, Shared, Tool, ToolResult, check_arguments, check_tool, tool
+from arpo_env.tools.base import ForkSupport, Tool, ToolResult, check_arguments
 
 __all__ = ["Episode", "ExecutedCall", "ForkError", "ForkableEnv", "Telemetry", "TextSpace", "ToolEnv", "fork", "fork_support"]
 
@@ -81,37 +79,6 @@ class Episode:
     calls: tuple[ExecutedCall, ...] = ()
     answer: str | None = None
     stop_reason: str = ""
-
-
-class Telemetry(Shared):
-    """Counters that are not part of the episode: calls, failures by kind, retries and seconds for each tool. Forks share it; thread-safe."""
-
-    __slots__ = ("_counts", "_lock")
-
-    def __init__(self) -> None:
-        self._counts: defaultdict[str, float] = defaultdict(float)
-        self._lock = threading.Lock()
-
-    def add(self, **counts: float) -> None:
-        with self._lock:
-            for name, amount in counts.items():
-                self._counts[name] += amount
-
-    def snapshot(self) -> dict[str, float]:
-        """A copy of the counters: ``search.calls``, ``search.seconds``, ``search.timeout``, ..."""
-        with self._lock:
-            return dict(self._counts)
-
-
-class _Slots(Shared):
-    """A tool's concurrency limit, common to an environment and its forks."""
-
-    __slots__ = ("acquire", "release")
-
-    def __init__(self, limit: int | None):
-        semaphore = threading.BoundedSemaphore(limit) if limit is not None else None
-        self.acquire: Callable[[], object] = semaphore.acquire if semaphore else lambda: None
-        self.release: Callable[[], object] = semaphore.release if semaphore else lambda: None
 
 
 class ToolEnv(ForkableEnv):
@@ -163,7 +130,7 @@ class ToolEnv(ForkableEnv):
         self.tasks: TaskSource = tasks if hasattr(tasks, "sample") else TaskSet.from_rows(tasks)  # type: ignore[assignment]
         if isinstance(self.tasks, Sized) and not len(self.tasks):
             raise ValueError(f"expected at least one task, got a {type(self.tasks).__name__} without tasks")
-        self.prototypes = _prototypes(tools)
+        self.prototypes = check_prototypes(tools)
         self.call_format: CallFormat = call_format if call_format is not None else Tags()
         self.reward: Reward = HierarchicalReward() if reward is None else as_reward(reward)
         self.max_turns = max_turns
@@ -174,8 +141,8 @@ class ToolEnv(ForkableEnv):
         self.stop_strings: tuple[str, ...] = self.call_format.stop_strings(list(self.prototypes.values()))
         self.tool_schemas = [prototype.schema() for prototype in self.prototypes.values()]
         self.telemetry = Telemetry()
-        self.isolation = _weakest_isolation(self.prototypes.values())
-        self._slots = {name: _Slots(prototype.max_concurrency) for name, prototype in self.prototypes.items()}
+        self.isolation = weakest_isolation(self.prototypes.values())
+        self._slots = {name: Slots(prototype.max_concurrency) for name, prototype in self.prototypes.items()}
         self._tools: dict[str, Tool] = {}
         self._episode: Episode | None = None
         self._stepping = False
@@ -197,7 +164,7 @@ class ToolEnv(ForkableEnv):
         task = self._choose_task((options or {}).get("task"))
         check_task(self.reward, task)
         for name, prototype in self.prototypes.items():
-            self._tools[name] = _bound(prototype, task)
+            self._tools[name] = bind_tool(prototype, task)
         self._running, self._episode = True, Episode(task)
         self._render_human(task.question)
         return task.question, self._info(messages=self._opening(task))
@@ -310,7 +277,7 @@ class ToolEnv(ForkableEnv):
         slots.acquire()
         start = time.monotonic()
         try:
-            result = _call(instance, call.arguments, self.telemetry)
+            result = call_tool(instance, call.arguments, self.telemetry)
         except DeadlineExceeded:
             result = self._abandon(instance)
         finally:
@@ -389,7 +356,7 @@ class ToolEnv(ForkableEnv):
         try:
             twin.start_episode(self.episode.task)
             for number, call in self._since_state_was_lost(instance.name):
-                result = _call(twin, call.arguments, self.telemetry)
+                result = call_tool(twin, call.arguments, self.telemetry)
                 if (result.text, result.ok) != (call.result.text, call.result.ok):
                     raise ForkError(f"replay of call {number} gave {result.text!r:.80}, recorded was {call.result.text!r:.80}; it is not deterministic")
         except BaseException:
@@ -444,70 +411,6 @@ class ToolEnv(ForkableEnv):
     def _render_human(self, text: str) -> None:
         if self.render_mode == "human":
             print(text)
-
-
-def _bound(prototype: Tool, task: Task) -> Tool:
-    """An instance for an episode. What it raises is nobody's observation: without its tool an episode must not begin."""
-    try:
-        instance = prototype.bind()
-        instance.start_episode(task)
-    except Exception as error:
-        error.add_note(f"raised by the tool {prototype.name!r} at the start of an episode; no token was sampled in it")
-        raise
-    return instance
-
-
-def _prototypes(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
-    prototypes: dict[str, Tool] = {}
-    for given in tools:
-        if isinstance(given, type):
-            raise TypeError(f"a tool must be an object, got the class {given.__name__}: write {given.__name__}()")
-        prototype = given if isinstance(given, Tool) or not callable(given) else tool(given)
-        check_tool(prototype)
-        if prototype.name in prototypes:
-            raise ValueError(f"two tools are named {prototype.name!r}; names must differ")
-        prototypes[prototype.name] = prototype
-    return prototypes
-
-
-def _weakest_isolation(prototypes: Iterable[Tool]) -> str:
-    reports = [report for report in (prototype.isolation() for prototype in prototypes) if report is not None]
-    if not reports:
-        return ""
-    from arpo_env.sandbox.isolation import LEVELS  # not loaded for tools that run no code
-
-    return min((report.level for report in reports), key=LEVELS.index)
-
-
-def _call(instance: Tool, arguments: Mapping[str, Any], telemetry: Telemetry) -> ToolResult:
-    """The result of a call, retried while it is ``unavailable`` and time is left. Raises ``DeadlineExceeded``."""
-    deadline = None if instance.timeout is None else time.monotonic() + instance.timeout
-    for attempt in range(instance.retries + 1):
-        result = _attempt(instance, arguments, deadline)
-        pause = 0.1 * 2**attempt
-        if result.error != "unavailable" or attempt == instance.retries or (deadline is not None and time.monotonic() + pause >= deadline):
-            break
-        telemetry.add(**{f"{instance.name}.retries": 1.0})
-        time.sleep(pause)
-    return result
-
-
-def _attempt(instance: Tool, arguments: Mapping[str, Any], deadline: float | None) -> ToolResult:
-    own = copy.deepcopy(dict(arguments))  # the recorded call stays as the policy wrote it
-    run = functools.partial(instance.call, **own)
-    try:
-        result = run() if deadline is None else call_with_deadline(run, max(deadline - time.monotonic(), 1e-3))
-    except DeadlineExceeded:
-        raise
-    except (Exception, SystemExit) as error:
-        return ToolResult.failure("exception", f"{type(error).__name__}: {error}")
-    if isinstance(result, str):
-        return ToolResult(result)
-    if not isinstance(result, ToolResult):
-        return ToolResult.failure("exception", f"{instance.name} returned {type(result).__name__}, expected str or ToolResult")
-    if not isinstance(result.text, str):
-        return ToolResult.failure("exception", f"{instance.name} returned a ToolResult whose text is {type(result.text).__name__}, expected str")
-    return result
 
 
 def _unparsed() -> dict[str, Any]:

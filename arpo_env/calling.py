@@ -1,0 +1,112 @@
+"""How an environment calls its tools: the contract checked, an instance bound for each episode, a deadline, retries, a concurrency limit, counters."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from arpo_env._deadline import DeadlineExceeded, call_with_deadline
+from arpo_env.task import Task
+from arpo_env.tools.base import Shared, Tool, ToolResult, check_tool, tool
+
+
+class Telemetry(Shared):
+    """Counters that are not part of the episode: calls, failures by kind, retries and seconds for each tool. Forks share it; thread-safe."""
+
+    __slots__ = ("_counts", "_lock")
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()
+
+    def add(self, **counts: float) -> None:
+        with self._lock:
+            for name, amount in counts.items():
+                self._counts[name] += amount
+
+    def snapshot(self) -> dict[str, float]:
+        """A copy of the counters: ``search.calls``, ``search.seconds``, ``search.timeout``, ..."""
+        with self._lock:
+            return dict(self._counts)
+
+
+class Slots(Shared):
+    """A tool's concurrency limit, common to an environment and its forks."""
+
+    __slots__ = ("acquire", "release")
+
+    def __init__(self, limit: int | None):
+        semaphore = threading.BoundedSemaphore(limit) if limit is not None else None
+        self.acquire: Callable[[], object] = semaphore.acquire if semaphore else lambda: None
+        self.release: Callable[[], object] = semaphore.release if semaphore else lambda: None
+
+
+def check_prototypes(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
+    """The tools by name, plain functions made into tools. ``TypeError`` or ``ValueError`` for one that breaks the contract or a name."""
+    prototypes: dict[str, Tool] = {}
+    for given in tools:
+        if isinstance(given, type):
+            raise TypeError(f"a tool must be an object, got the class {given.__name__}: write {given.__name__}()")
+        prototype = given if isinstance(given, Tool) or not callable(given) else tool(given)
+        check_tool(prototype)
+        if prototype.name in prototypes:
+            raise ValueError(f"two tools are named {prototype.name!r}; names must differ")
+        prototypes[prototype.name] = prototype
+    return prototypes
+
+
+def bind_tool(prototype: Tool, task: Task) -> Tool:
+    """An instance for an episode. What it raises is nobody's observation: without its tool an episode must not begin."""
+    try:
+        instance = prototype.bind()
+        instance.start_episode(task)
+    except Exception as error:
+        error.add_note(f"raised by the tool {prototype.name!r} at the start of an episode; no token was sampled in it")
+        raise
+    return instance
+
+
+def call_tool(instance: Tool, arguments: Mapping[str, Any], telemetry: Telemetry) -> ToolResult:
+    """The result of a call, retried while it is ``unavailable`` and time is left. Raises ``DeadlineExceeded``."""
+    deadline = None if instance.timeout is None else time.monotonic() + instance.timeout
+    for attempt in range(instance.retries + 1):
+        result = _attempt(instance, arguments, deadline)
+        pause = 0.1 * 2**attempt
+        if result.error != "unavailable" or attempt == instance.retries or (deadline is not None and time.monotonic() + pause >= deadline):
+            break
+        telemetry.add(**{f"{instance.name}.retries": 1.0})
+        time.sleep(pause)
+    return result
+
+
+def _attempt(instance: Tool, arguments: Mapping[str, Any], deadline: float | None) -> ToolResult:
+    own = copy.deepcopy(dict(arguments))  # the recorded call stays as the policy wrote it
+    run = functools.partial(instance.call, **own)
+    try:
+        result = run() if deadline is None else call_with_deadline(run, max(deadline - time.monotonic(), 1e-3))
+    except DeadlineExceeded:
+        raise
+    except (Exception, SystemExit) as error:
+        return ToolResult.failure("exception", f"{type(error).__name__}: {error}")
+    if isinstance(result, str):
+        return ToolResult(result)
+    if not isinstance(result, ToolResult):
+        return ToolResult.failure("exception", f"{instance.name} returned {type(result).__name__}, expected str or ToolResult")
+    if not isinstance(result.text, str):
+        return ToolResult.failure("exception", f"{instance.name} returned a ToolResult whose text is {type(result.text).__name__}, expected str")
+    return result
+
+
+def weakest_isolation(prototypes: Iterable[Tool]) -> str:
+    """The weakest isolation level of the tools that run foreign code; "" where none does."""
+    reports = [report for report in (prototype.isolation() for prototype in prototypes) if report is not None]
+    if not reports:
+        return ""
+    from arpo_env.sandbox.isolation import LEVELS  # not loaded for tools that run no code
+
+    return min((report.level for report in reports), key=LEVELS.index)
