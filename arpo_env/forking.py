@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Self, TypeVar, cast, overload
 
 import gymnasium
+import numpy as np
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.utils.ezpickle import EzPickle
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
@@ -60,6 +61,22 @@ class TextSpace(gymnasium.spaces.Text):
         twin.__dict__.update(self.__dict__)  # the character tables are never written to
         twin._np_random = copy.deepcopy(self._np_random, memo)
         return twin
+
+
+_IMMUTABLE = frozenset({type(None), bool, int, float, str, bytes})
+
+
+def _copy_generator(generator: np.random.Generator) -> np.random.Generator:
+    """An independent generator in the same state, for the kind that Gymnasium makes in a third of the time that ``deepcopy`` takes."""
+    bits = generator.bit_generator
+    if type(generator) is not np.random.Generator or type(bits) is not np.random.PCG64 or type(bits.seed_seq) is not np.random.SeedSequence:
+        return copy.deepcopy(generator)
+    seeds = bits.seed_seq
+    twin = np.random.PCG64(
+        np.random.SeedSequence(seeds.entropy, spawn_key=seeds.spawn_key, pool_size=seeds.pool_size, n_children_spawned=seeds.n_children_spawned)
+    )
+    twin.state = bits.state
+    return np.random.Generator(twin)
 
 
 class ForkableEnv(gymnasium.Env[str, str]):
@@ -116,8 +133,10 @@ class ForkableEnv(gymnasium.Env[str, str]):
     def _copied(self) -> Self:
         twin = object.__new__(type(self))
         memo: dict[int, Any] = {id(self): twin}
+        if self._np_random is not None:
+            memo[id(self._np_random)] = _copy_generator(self._np_random)
         for name, value in vars(self).items():
-            twin.__dict__[name] = value if name in self.shared else copy.deepcopy(value, memo)
+            twin.__dict__[name] = value if type(value) in _IMMUTABLE or name in self.shared else copy.deepcopy(value, memo)
         return twin
 
     def _fork_into(self, twin: Self) -> None:

@@ -107,6 +107,19 @@ class TestParentUntouched:
         assert [env.np_random.integers(1_000_000) for _ in range(5)] == draws
         assert twin.np_random_seed == env.np_random_seed == 0
 
+    @pytest.mark.parametrize("bits", [np.random.PCG64, np.random.Philox])
+    def test_generators_of_any_kind_go_on_alike_and_spawn_alike(self, bits: Any) -> None:
+        """Gymnasium's own kind takes a shorter way than ``deepcopy``; both must copy the state, the half-used word, and the count of spawned children."""
+        env = started(Dice())
+        env.np_random = env.also = np.random.Generator(bits(5))  # type: ignore[attr-defined]
+        env.np_random.integers(10, dtype=np.uint32)  # leaves half of a 64-bit word
+        env.np_random.spawn(2)
+        twin = fork(env)
+        assert twin.also is twin.np_random is not env.np_random, "one generator under two names stays one"  # type: ignore[attr-defined]
+        draws = [[int(g.integers(1 << 30, dtype=np.uint32)) for _ in range(3)] for g in (twin.np_random, env.np_random)]
+        assert draws[0] == draws[1]
+        assert twin.np_random.spawn(1)[0].random() == env.np_random.spawn(1)[0].random()
+
     def test_global_generators_are_left_alone(self) -> None:
         import random
 
