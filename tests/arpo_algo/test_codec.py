@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from arpo_algo.branching import EntropyBranching
 from arpo_algo.codec import ChatCodec, PlainCodec
-from arpo_env.core import ToolEnv, tool
+from arpo_env.core import ToolEnv
 from arpo_env.formats import Hermes
+from arpo_env.tools.base import tool
 
 LETTERS = st.sampled_from("hello <>|imend\n{}é\u4e2d")
 

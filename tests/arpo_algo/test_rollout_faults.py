@@ -14,8 +14,9 @@ from fakes import CharCodec, End, Talk, Turn, Writer, check_tree, echo, sample, 
 
 from arpo_algo.branching import EntropyBranching, NoBranching, UniformBranching
 from arpo_algo.rollout import PromptTooLong, RolloutConfig, sample_groups
-from arpo_env.core import ForkError, ToolEnv, tool
+from arpo_env.core import ForkError, ToolEnv
 from arpo_env.forking import TextSpace
+from arpo_env.tools.base import tool
 
 
 def numbered(n_calls: int) -> Callable[[str, int], Turn]:

@@ -11,7 +11,8 @@ from gymnasium.wrappers import TimeLimit, TransformReward
 
 from arpo_algo.branching import NoBranching
 from arpo_algo.tree import Trajectory
-from arpo_env.core import ToolEnv, tool
+from arpo_env.core import ToolEnv
+from arpo_env.tools.base import tool
 
 
 @tool
