@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -38,6 +39,25 @@ class Task:
         if self.answer is None:
             return ()
         return (self.answer,) if isinstance(self.answer, str) else self.answer
+
+    def to_json(self) -> str:
+        """This task as JSON. ``ValueError`` for metadata that JSON cannot hold or would change (tuples, numbers as keys, NaN)."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        try:
+            text = json.dumps({**values, "metadata": dict(self.metadata)}, ensure_ascii=False)
+            same = Task.from_json(text) == self
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"task {self.id!r}: expected metadata that JSON can hold, got {self.metadata!r:.200}: {error}") from error
+        if not same:
+            raise ValueError(f"task {self.id!r}: its metadata comes back from JSON changed (tuples, numbers as keys, NaN), got {self.metadata!r:.200}")
+        return text
+
+    @classmethod
+    def from_json(cls, text: str) -> Task:
+        """The task that :meth:`to_json` wrote."""
+        values = json.loads(text)
+        answer = values["answer"]
+        return cls(**{**values, "answer": tuple(answer) if isinstance(answer, list) else answer})
 
     # A mapping proxy can be neither copied nor pickled. Copies of a fork share the task; a worker process gets an equal one.
     def __deepcopy__(self, memo: dict[int, Any]) -> Task:

@@ -600,3 +600,15 @@ def test_the_evaluation_sets(name: str, rows: int, first_id: str, first_answer: 
 
 def test_row_problem_is_one_line() -> None:
     assert str(RowProblem("a.jsonl", 3, "why")) == "a.jsonl, row 3: why"
+
+
+class TestJson:
+    def test_a_task_comes_back_whole(self) -> None:
+        task = Task(question="Wie viele? \u2028", answer=("a", "b"), id="7", system_prompt="", ability="qa", data_source="x", metadata={"k": [1, {"z": None}]})
+        for each in (task, Task(question="q"), Task(question="q", answer="a")):
+            assert Task.from_json(each.to_json()) == each
+
+    @pytest.mark.parametrize("metadata", [{"t": (1, 2)}, {1: "x"}, {"n": float("nan")}, {"o": object()}])
+    def test_what_json_would_change_is_refused(self, metadata: Any) -> None:
+        with pytest.raises(ValueError, match="task 't9'"):
+            Task(question="q", id="t9", metadata=metadata).to_json()
