@@ -60,10 +60,10 @@ def check_prototypes(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, To
     return prototypes
 
 
-def bind_tool(prototype: Tool, task: Task) -> Tool:
-    """An instance for an episode. What it raises is nobody's observation: without its tool an episode must not begin."""
+def bind_tool(prototype: Tool, others: Mapping[str, Tool], task: Task) -> Tool:
+    """An instance for an episode for which ``others`` are bound. What it raises is nobody's observation: without its tool an episode must not begin."""
     try:
-        instance = prototype.bind()
+        instance = prototype.bind_with(others)
         instance.start_episode(task)
     except Exception as error:
         error.add_note(f"raised by the tool {prototype.name!r} at the start of an episode; no token was sampled in it")

@@ -164,7 +164,7 @@ class ToolEnv(ForkableEnv):
         task = self._choose_task((options or {}).get("task"))
         check_task(self.reward, task)
         for name, prototype in self.prototypes.items():
-            self._tools[name] = bind_tool(prototype, task)
+            self._tools[name] = bind_tool(prototype, self._tools, task)
         self._running, self._episode = True, Episode(task)
         self._render_human(task.question)
         return task.question, self._info(messages=self._opening(task))
@@ -294,7 +294,8 @@ class ToolEnv(ForkableEnv):
             return ToolResult.failure("timeout", text)
         with contextlib.suppress(DeadlineExceeded):  # what the stuck call holds is freed as far as the tool can
             call_with_deadline(instance.close, 1.0)
-        self._tools[instance.name] = self.prototypes[instance.name].bind()
+        others = {name: tool for name, tool in self._tools.items() if tool is not instance}
+        self._tools[instance.name] = self.prototypes[instance.name].bind_with(others)
         self._tools[instance.name].start_episode(self.episode.task)
         return ToolResult.failure("timeout", f"{text} Its state is lost; the next call starts afresh.", state="lost")
 
@@ -327,11 +328,11 @@ class ToolEnv(ForkableEnv):
             raise ForkError(f"cannot fork {type(self).__name__} while a step is running in another thread")
         for name, instance in self._tools.items():
             if instance.fork_support == "none":
-                raise ForkError(f"tool {name!r} declares that it cannot be forked; use it without branching, or give it a fork() method")
+                raise ForkError(f"tool {name!r} cannot be forked: {instance.unforkable}")
         twins = super().fork_many(n)
         try:
             for name, instance in self._tools.items():
-                for twin, copied in zip(twins, self._fork_tool(instance, len(twins)), strict=True):
+                for twin, copied in zip(twins, self._fork_tool(instance, [twin._tools for twin in twins]), strict=True):
                     twin._tools[name] = copied
         except Exception as error:
             for twin in twins:
@@ -339,12 +340,12 @@ class ToolEnv(ForkableEnv):
             raise ForkError(f"tool {name!r} ({instance.fork_support}) cannot be forked: {type(error).__name__}: {error}") from error
         return twins
 
-    def _fork_tool(self, instance: Tool, n: int) -> list[Tool]:
-        if instance.fork_support != "replay":
-            return instance.fork_many(n)
+    def _fork_tool(self, instance: Tool, others: Sequence[Mapping[str, Tool]]) -> list[Tool]:
+        if instance.fork_support != "replay" or type(instance).fork_with is not Tool.fork_with:  # with its own, a tool replays itself
+            return instance.fork_with(others)
         with contextlib.ExitStack() as undo:
             made = []
-            for _ in range(n):
+            for _ in others:
                 made.append(self._replayed(instance))
                 undo.callback(made[-1].close)
             undo.pop_all()

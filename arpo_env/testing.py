@@ -199,7 +199,9 @@ class ToolConformance:
         prototype = self.make_tool()
         if prototype.fork_support == "none" or not prototype.deterministic:
             return
-        expected = self.run(prototype.bind(), self.calls)
+        reference = prototype.bind()
+        expected = self.run(reference, self.calls)
+        reference.close()
         for cut in range(len(self.calls)):
             parent = prototype.bind()
             self.run(parent, self.calls[:cut])

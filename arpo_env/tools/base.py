@@ -19,7 +19,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -68,6 +68,8 @@ class Tool:
     deterministic: bool = True
     """The same calls in the same order give the same results: what replay and caching rely on."""
     fork_support: ForkSupport = "shared"
+    unforkable: str = "it declares so; use it without branching, or give it a fork() method"
+    """Why it cannot be forked and what to do, where ``fork_support`` is ``"none"``."""
     timeout: float | None = 30.0
     """Deadline of one call in seconds, enforced by the environment. ``None``: the call runs inline, without one (fast pure functions)."""
     retries: int = 2
@@ -102,6 +104,14 @@ class Tool:
                     twin.close()
             raise
         return made
+
+    def bind_with(self, others: Mapping[str, Tool]) -> Self:
+        """:meth:`bind` in an episode for which ``others`` are bound. Override it where several tools have one state, as those of one server."""
+        return self.bind()
+
+    def fork_with(self, others: Sequence[Mapping[str, Tool]]) -> list[Self]:
+        """:meth:`fork_many`: one copy for each of ``others``, the tools that were copied before it. Override it together with :meth:`bind_with`."""
+        return self.fork_many(len(others))
 
     def close(self) -> None:
         """Free what this instance holds. Idempotent. Never closes what a fork holds."""
