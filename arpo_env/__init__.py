@@ -7,22 +7,17 @@
     observation, reward, terminated, truncated, info = env.step("<search> who built the bridge </search>")
     twin = arpo_env.fork(env)  # the same state, nothing shared; through any chain of wrappers
 
-Importing this package registers the ids ``arpo/...`` with Gymnasium. It needs gymnasium and numpy alone.
+Importing this package registers the ids ``arpo/...`` with Gymnasium. It needs gymnasium and numpy alone; tools and environments are imported when first used.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 
-from arpo_env import testing
 from arpo_env.core import Episode, ExecutedCall, Telemetry, ToolEnv
-from arpo_env.envs.dialogue import DialogueEnv, Reply
-from arpo_env.envs.guess_number import GuessNumber
-from arpo_env.envs.math import MathEnv
-from arpo_env.envs.negotiation import Negotiation
-from arpo_env.envs.search_qa import SearchQAEnv
-from arpo_env.envs.world import WorldConfig, WorldEnv
 from arpo_env.forking import ForkableEnv, ForkError, TextSpace, fork, fork_support
 from arpo_env.formats import CallFormat, Hermes, ParsedTurn, Tags, ToolCall
-from arpo_env.math_grading import math_equal
 from arpo_env.rewards import (
     Accuracy,
     ExactMatch,
@@ -38,14 +33,52 @@ from arpo_env.rewards import (
 )
 from arpo_env.task import Task, TaskSet, TaskSource
 from arpo_env.tools.base import Tool, ToolResult, tool
-from arpo_env.tools.python import PythonTool
-from arpo_env.tools.search import KeywordIndex, RecordedSearch, SearchTool, TantivyIndex
-from arpo_env.wrappers import ReplayFork
+
+if TYPE_CHECKING:
+    from arpo_env import testing
+    from arpo_env.envs.dialogue import DialogueEnv, Reply
+    from arpo_env.envs.guess_number import GuessNumber
+    from arpo_env.envs.math import MathEnv
+    from arpo_env.envs.negotiation import Negotiation
+    from arpo_env.envs.search_qa import SearchQAEnv
+    from arpo_env.envs.world import WorldConfig, WorldEnv
+    from arpo_env.math_grading import math_equal
+    from arpo_env.sandbox.backend import LocalPython
+    from arpo_env.sandbox.e2b import E2BPython
+    from arpo_env.sandbox.monty import MontyPython
+    from arpo_env.tools.browse import BrowseTool
+    from arpo_env.tools.cache import CachedTool, ToolCache
+    from arpo_env.tools.mcp import MCPTools
+    from arpo_env.tools.python import PythonTool
+    from arpo_env.tools.search import KeywordIndex, RecordedSearch, SearchTool, TantivyIndex
+    from arpo_env.wrappers import ReplayFork
+
+_HOME = {
+    "envs.dialogue": ("DialogueEnv", "Reply"),
+    "envs.guess_number": ("GuessNumber",),
+    "envs.math": ("MathEnv",),
+    "envs.negotiation": ("Negotiation",),
+    "envs.search_qa": ("SearchQAEnv",),
+    "envs.world": ("WorldConfig", "WorldEnv"),
+    "math_grading": ("math_equal",),
+    "sandbox.backend": ("LocalPython",),
+    "sandbox.e2b": ("E2BPython",),
+    "sandbox.monty": ("MontyPython",),
+    "tools.browse": ("BrowseTool",),
+    "tools.cache": ("CachedTool", "ToolCache"),
+    "tools.mcp": ("MCPTools",),
+    "tools.python": ("PythonTool",),
+    "tools.search": ("KeywordIndex", "RecordedSearch", "SearchTool", "TantivyIndex"),
+    "wrappers": ("ReplayFork",),
+}
 
 __all__ = [
     "Accuracy",
+    "BrowseTool",
+    "CachedTool",
     "CallFormat",
     "DialogueEnv",
+    "E2BPython",
     "Episode",
     "ExactMatch",
     "ExecutedCall",
@@ -56,8 +89,11 @@ __all__ = [
     "Hermes",
     "HierarchicalReward",
     "KeywordIndex",
+    "LocalPython",
+    "MCPTools",
     "MathEnv",
     "MathEquality",
+    "MontyPython",
     "Negotiation",
     "ParsedTurn",
     "PythonTool",
@@ -77,6 +113,7 @@ __all__ = [
     "TextSpace",
     "TokenF1",
     "Tool",
+    "ToolCache",
     "ToolCall",
     "ToolEnv",
     "ToolResult",
@@ -91,6 +128,16 @@ __all__ = [
     "token_f1",
     "tool",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return importlib.import_module("arpo_env.testing")
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(importlib.import_module(f"arpo_env.{module}"), name)
+    raise AttributeError(f"module 'arpo_env' has no attribute {name!r}")
+
 
 for _id, _entry_point in (
     ("arpo/GuessNumber-v0", "arpo_env.envs.guess_number:GuessNumber"),

@@ -6,7 +6,10 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = {"torch", "transformers", "vllm", "ray", "e2b", "datasets", "pyarrow", "tantivy", "pydantic", "math_verify", "sympy"}
+HEAVY = {
+    "torch", "transformers", "vllm", "ray", "e2b", "e2b_code_interpreter", "pydantic_monty", "httpx", "httpx2", "mcp", "ddgs", "trafilatura", "datasets",
+    "pyarrow", "tantivy", "pydantic", "math_verify", "sympy", "trl", "reasoning_gym", "gem", "skyrl_gym", "textarena", "fastapi", "uvicorn",
+}  # fmt: skip
 SHELL = {"cli.py", "doctor.py"}
 """The command line stands outside the algorithm: it names default environments and runs the conformance kit."""
 

@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import threading
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from arpo_env.sandbox import isolation
-from arpo_env.sandbox.isolation import IsolationReport, SandboxError, SessionLost
-from arpo_env.sandbox.limits import Limits
-from arpo_env.sandbox.pool import shared_pool
+from arpo_env.sandbox.backend import LocalPython, PythonBackend, check_level, fork_many
+from arpo_env.sandbox.isolation import ForkRefused, IsolationReport, SandboxError, SessionLost
 from arpo_env.sandbox.session import ForkableSession
 from arpo_env.sandbox.text import shorten
 from arpo_env.sandbox.watch import CellResult
 from arpo_env.tools.base import ErrorKind, Tool, ToolResult
 
-_MARGIN = 5.0
-"""Seconds by which the environment's deadline lies beyond ours: interrupt, grace, kill and a copy of what was printed fit in between."""
-
 _FRESH = "[The interpreter of the calls before was lost ({why}). This one is fresh: variables, imports and files of before are gone.]\n"
+_NEXT = "All variables and files are lost; the next call starts a fresh interpreter."
+_UNDONE = "The call was undone: all variables and files are as they were before it."
+_KINDS: Mapping[str, ErrorKind] = {"exception": "exception", "timeout": "timeout", "died": "died", "limit": "limit"}
 
 
 class PythonTool(Tool):
     """Runs Python code as a notebook does: names persist between calls, the value of a last expression is shown, so is everything printed.
 
-    Constructing a prototype leaves no process behind. ``bind()`` gives an instance whose session starts at its first call; ``fork()`` copies the session
-    (variables, open files, working directory, state of ``random`` and numpy) in milliseconds. All sessions of this process with the same ``imports`` and
-    limits come from one parent process, which has done the imports.
+    Where the code runs is the back end's matter: processes of this machine (:class:`~arpo_env.sandbox.backend.LocalPython`, the default), virtual machines
+    of E2B (:class:`~arpo_env.sandbox.e2b.E2BPython`), or a small interpreter without access to the host (:class:`~arpo_env.sandbox.monty.MontyPython`).
+
+    Constructing a prototype leaves no process behind. ``bind()`` gives an instance whose session starts at its first call; ``fork()`` copies the session:
+    with the default back end variables, open files, working directory, state of ``random`` and numpy, in milliseconds.
 
     Failures are results: ``exception`` (the text is the traceback), ``timeout``, ``limit`` (memory, output, CPU), ``died`` (``os._exit``, a crash).
     ``ToolResult.state`` says whether the variables live on. After ``lost`` the next call runs in a fresh interpreter, and its text begins by saying so.
-    ``unavailable`` is given only when no session could be started: no code has run, so a retry is safe. Code itself is never run twice, and a cell that
-    prints nothing is a success.
+    ``unavailable`` is given only when no code has run, so a retry is safe. Code itself is never run twice, and a cell that prints nothing is a success.
     """
 
     name = "python"
     description = "Runs Python code in an interpreter that keeps its state between calls. Returns what the code prints and the value of its last expression."
     stateful = True
     deterministic = False  # code may read clocks and process ids; random and numpy start from a fixed seed
-    fork_support = "native"
-    max_concurrency = 2 * (os.cpu_count() or 1)
     parameters: Mapping[str, Any] = {
         "type": "object",
         "properties": {"code": {"type": "string", "description": "Python source; names that it defines stay for later calls"}},
@@ -49,36 +47,43 @@ class PythonTool(Tool):
 
     def __init__(
         self,
+        backend: PythonBackend | None = None,
         *,
-        imports: tuple[str, ...] = ("numpy", "sympy"),
         timeout: float = 10.0,
-        memory_mb: int = 1024,
         output_chars: int = 8000,
+        transactional: bool = False,
         require: isolation.Level | None = None,
     ):
         """A prototype.
 
         Args:
-            imports: modules imported once, before the first session; the code still has to import them, which is then instant. Missing ones are skipped.
-            timeout: seconds of wall time for one call. At the deadline the code is interrupted and its state kept; a second later it is killed.
-            memory_mb: MiB that the code may use beyond the imported modules.
+            backend: where the code runs, and its own limits; None: ``LocalPython()``.
+            timeout: seconds of wall time for one call. At the deadline the code is interrupted, its state kept where the back end can; a second later killed.
             output_chars: characters of one result, each of printed text and value or traceback cut in the middle with a notice.
-            require: the isolation level that is asked for; ``IsolationError`` when this machine does not give it. ``None`` takes what there is and
+            transactional: copy the session before each call. A call that loses the interpreter (a crash, a kill, ``os._exit``) is then undone: the copy
+                takes its place, with the variables and files of before the call. Costs one fork a call in time (locally about 10 ms) and, while the
+                call runs, what a fork holds in memory. While threads run in the interpreter there can be no copy; a loss then says so.
+            require: the isolation level that is asked for; ``IsolationError`` when the back end does not give it here. ``None`` takes what there is and
                 warns once a process (:class:`~arpo_env.sandbox.IsolationWarning`) of what is not protected; ``"process"`` takes it without a warning.
         """
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout!r}")
         if output_chars < 100:
             raise ValueError(f"output_chars must be at least 100, got {output_chars!r}")
-        self.imports = tuple(imports)
-        self.limits = Limits(memory_mb=memory_mb)
+        if isinstance(backend, type) or not (backend is None or callable(getattr(backend, "open", None))):
+            raise TypeError(f"backend must be a PythonBackend, such as LocalPython(), got {backend!r}")
+        self.backend: PythonBackend = backend if backend is not None else LocalPython()
         self.cell_timeout = float(timeout)
-        self.timeout = self.cell_timeout + _MARGIN
+        self.timeout = self.cell_timeout + self.backend.overhead
         self.output_chars = output_chars
+        self.transactional = transactional
+        self.fork_support = self.backend.fork_support
+        self.max_concurrency = self.backend.max_concurrency
+        self.description = f"{type(self).description} {self.backend.about}".rstrip()
         if require is None:
-            isolation.warn_once(isolation.probe())
+            isolation.warn_once(self.backend.isolation())
         else:
-            isolation.require(require)
+            check_level(self.backend, require)
         self._start_unbound()
 
     def _start_unbound(self) -> None:
@@ -88,8 +93,14 @@ class PythonTool(Tool):
         self._closed = False
 
     def isolation(self) -> IsolationReport:
-        """What is protected from the code on this machine, and what is not, with reasons. ``print`` it."""
-        return isolation.probe()
+        """What is protected from the code, and what is not, with reasons. ``print`` it."""
+        return self.backend.isolation()
+
+    def settings(self) -> Mapping[str, Any]:
+        own = {"timeout": self.cell_timeout, "output_chars": self.output_chars, "transactional": self.transactional}
+        return {**self.backend.settings(), **own}
+
+    # -- calls ---------------------------------------------------------------------------------------------------------------------------------------
 
     def call(self, **arguments: Any) -> ToolResult:
         """Run ``code`` (see the class). Raises only when the tool is closed."""
@@ -98,50 +109,78 @@ class PythonTool(Tool):
             state: Literal["none", "kept"] = "none" if self._session is None else "kept"
             return ToolResult.failure("bad_arguments", "The code is empty: nothing was run. Write the Python code to run.", state=state)
         try:
-            session, note = self._open()
+            session = self._open()
         except SandboxError as error:
             if self._closed:
                 raise
             return ToolResult.failure("unavailable", f"The Python interpreter could not be started: {error}", state="none")
         try:
-            cell = session.exec(code, timeout=self.cell_timeout, output_chars=self.output_chars)
+            return self._run(session, code)
         except SessionLost as error:  # it ended between two calls, so this code has not run
-            self._lose(session, str(error))
+            self._replace(session, None, str(error))
             return ToolResult.failure("died", f"{_sentence(str(error))} The code was not run. {_NEXT}", state="lost")
-        if not cell.kept:
-            self._lose(session, _reason(cell))
-        return self._result(cell, note)
+        except SandboxError as error:  # nor has it here, but the state is still there
+            if self._closed:
+                raise
+            return ToolResult.failure("unavailable", f"The Python interpreter could not be reached, the code was not run: {error}", state="kept")
 
-    def _open(self) -> tuple[ForkableSession, str]:
-        """The session, started if there is none, and the note that it is a fresh one after a loss."""
+    def _open(self) -> ForkableSession:
+        """The session, started if there is none."""
         with self._lock:
             if self._closed:
                 raise SandboxError("the Python tool is closed; bind() gives a new instance")
-            if self._session is not None:
-                return self._session, ""
-            self._session = shared_pool(self.imports, self.limits).session()
-            note = _FRESH.format(why=self._lost) if self._lost else ""
-            self._lost = ""
-            return self._session, note
+            if self._session is None:
+                self._session = self.backend.open()
+            return self._session
 
-    def _lose(self, session: ForkableSession, why: str) -> None:
+    def _run(self, session: ForkableSession, code: str) -> ToolResult:
+        with contextlib.ExitStack() as drop:
+            spare, gap = self._copy_before(session)
+            if spare is not None:
+                drop.callback(spare.close)
+            cell = session.exec(code, timeout=self.cell_timeout, output_chars=self.output_chars)
+            with self._lock:
+                note, self._lost = _FRESH.format(why=self._lost) if self._lost else "", ""
+            if cell.kept:
+                return self._result(cell, note)
+            if spare is None:
+                self._replace(session, None, _reason(cell))
+                return self._result(cell, note, f"{gap}{_NEXT}")
+            drop.pop_all()
+            self._replace(session, spare, "")
+            return self._result(cell, note, _UNDONE, state="kept")
+
+    def _copy_before(self, session: ForkableSession) -> tuple[ForkableSession | None, str]:
+        """What takes the place of ``session`` if the call loses it, or the sentence that says why there is nothing."""
+        if not self.transactional:
+            return None, ""
+        try:
+            return session.fork(), ""
+        except ForkRefused as error:
+            return None, f"No copy of before the call was kept: {error}. "
+
+    def _replace(self, session: ForkableSession, spare: ForkableSession | None, lost: str) -> None:
+        """Put ``spare`` in the place of ``session``, which ended; ``lost`` is what a fresh one begins by saying."""
         with self._lock:
             if self._session is session:
-                self._session, self._lost = None, why
+                self._session, self._lost, spare = spare, lost, None
         session.close()
+        if spare is not None:  # closed meanwhile, by another thread
+            spare.close()
 
-    def _result(self, cell: CellResult, note: str) -> ToolResult:
-        """The cell as the model reads it: note, output, then the value or what went wrong."""
+    def _result(self, cell: CellResult, note: str, fate: str = "", *, state: Literal["kept", "lost"] = "lost") -> ToolResult:
+        """The cell as the model reads it: note, output, then the value or what went wrong, and the ``fate`` of an interpreter that ended."""
         output, last = shorten(cell.output, self.output_chars), cell.result or ""
         if cell.status == "ok":
             return ToolResult(text=_readable(note + (_join(output, last) or "(no output)")), state="kept")
         last = cell.error
         if cell.status == "limit" and cell.kept:
-            last += f"\n[Limits: {self.limits.memory_mb} MiB of memory, {self.limits.file_mb} MiB a file.]" if "MemoryError" in last else ""
+            last += f"\n[Limits: {self.backend.limits_in_words}.]" if "MemoryError" in last else ""
         if not cell.kept:
-            last = f"{_sentence(last)} {_NEXT}"
-        kinds: Mapping[str, ErrorKind] = {"exception": "exception", "timeout": "timeout", "died": "died", "limit": "limit"}
-        return ToolResult.failure(kinds[cell.status], _readable(note + _join(output, last)), state="kept" if cell.kept else "lost")
+            last = f"{_sentence(last)} {fate}"
+        return ToolResult.failure(_KINDS[cell.status], _readable(note + _join(output, last)), state="kept" if cell.kept else state)
+
+    # -- episodes and forks --------------------------------------------------------------------------------------------------------------------------
 
     def _sibling(self) -> Self:
         new = object.__new__(type(self))
@@ -152,30 +191,36 @@ class PythonTool(Tool):
     def bind(self) -> Self:
         """An instance of its own for one episode, whose session starts at its first call.
 
-        The first ``bind`` of a process starts what all sessions come from (half a second of imports): so no call pays for it out of its deadline, and a sandbox
-        that cannot start is a ``SandboxError`` before the first episode, not a failing call in every one.
+        The first ``bind`` of a process starts what all sessions come from, so that a back end that cannot start is a ``SandboxError`` before the first
+        episode, not a failing call in every one.
         """
-        shared_pool(self.imports, self.limits)
+        self.backend.prepare()
         return self._sibling()
 
     def fork(self) -> Self:
         """An independent copy in the present state. Waits for a running call.
 
-        ``ForkRefused`` when threads run in the interpreter (a copy would lose them), ``SandboxError`` when the tool is closed or the machine has no room.
+        ``ForkRefused`` when threads run in the interpreter (a copy would lose them), ``SandboxError`` when the tool is closed or there is no room for a copy.
         """
+        return self.fork_many(1)[0]
+
+    def fork_many(self, n: int) -> list[Self]:
+        """``n`` copies, all or none; a remote back end makes them in one request. Raises as :meth:`fork`."""
         with self._lock:
             if self._closed:
                 raise SandboxError("a closed Python tool cannot be forked")
             session, lost = self._session, self._lost
-        new = self._sibling()
-        new._lost = lost
+        copies: list[ForkableSession | None] = [None] * n
         if session is not None:
             try:
-                new._session = session.fork()
-            except SessionLost as error:  # both are then in the same state: lost, and they say so
-                self._lose(session, str(error))
-                new._lost = str(error)
-        return new
+                copies[:] = fork_many(session, n)
+            except SessionLost as error:  # all are then in the same state: lost, and they say so
+                lost = str(error)
+                self._replace(session, None, lost)
+        twins = [self._sibling() for _ in range(n)]
+        for twin, copied in zip(twins, copies, strict=True):
+            twin._session, twin._lost = copied, lost
+        return twins
 
     def close(self) -> None:
         """End the session, a running call too. Forks live on. Idempotent."""
@@ -199,9 +244,6 @@ class PythonTool(Tool):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.Lock()
-
-
-_NEXT = "All variables and files are lost; the next call starts a fresh interpreter."
 
 
 def _sentence(text: str) -> str:

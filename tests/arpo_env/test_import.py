@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LAZY = ("datasets", "pandas", "pyarrow", "pydantic", "sympy", "tantivy", "torch", "transformers")
+LAZY = (
+    "datasets", "ddgs", "e2b", "gem", "httpx", "mcp", "openenv", "pandas", "pyarrow", "pydantic", "pydantic_monty", "reasoning_gym", "skyrl_gym", "sqlite3",
+    "ssl", "sympy", "tantivy", "textarena", "torch", "trafilatura", "transformers", "trl", "verifiers",
+)  # fmt: skip
 
 PROBE = "import sys, {module}; print('\\n'.join(sorted({{name.partition('.')[0] for name in sys.modules}})))"
 
@@ -28,6 +31,15 @@ def test_import_arpo_env_loads_nothing_heavy() -> None:
     loaded = modules_loaded_by("arpo_env")
     assert "arpo_env" in loaded
     assert loaded.isdisjoint(LAZY), f"import arpo_env loads {sorted(loaded & set(LAZY))}"
+
+
+def test_every_exported_name_is_there() -> None:
+    import arpo_env
+
+    for name in arpo_env.__all__:
+        assert getattr(arpo_env, name).__name__.rpartition(".")[2] == name or name in {"CallFormat", "TaskSource"}
+    with pytest.raises(AttributeError, match="nonsense"):
+        arpo_env.nonsense  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_the_probe_sees_what_an_import_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import os
 import pickle
 import select
@@ -17,7 +18,23 @@ from typing import Any
 
 import pytest
 
-from arpo_env.sandbox import ForkRefused, IsolationError, IsolationWarning, SandboxError, Session, close_pools, isolation, probe, shared_pool
+from arpo_env.sandbox import (
+    ForkRefused,
+    IsolationError,
+    IsolationReport,
+    IsolationWarning,
+    Pool,
+    SandboxError,
+    Session,
+    SessionLost,
+    close_pools,
+    isolation,
+    probe,
+    shared_pool,
+)
+from arpo_env.sandbox.backend import LocalPython
+from arpo_env.sandbox.watch import CellResult, Watch
+from arpo_env.testing import ToolConformance
 from arpo_env.tools.base import ToolResult, check_arguments, check_tool
 from arpo_env.tools.python import PythonTool
 
@@ -25,8 +42,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="th
 ROOT = Path(__file__).parents[2]
 
 
-def prototype(**settings: Any) -> PythonTool:
-    return PythonTool(**{"imports": (), "require": "process", **settings})
+def prototype(memory_mb: int = 1024, **settings: Any) -> PythonTool:
+    return PythonTool(LocalPython(imports=(), memory_mb=memory_mb), **{"require": "process", **settings})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,8 +59,26 @@ def tool() -> Iterator[PythonTool]:
     bound.close()
 
 
+def pool_of(tool: PythonTool) -> Pool:
+    assert isinstance(tool.backend, LocalPython)
+    return shared_pool(tool.backend.imports, tool.backend.limits)
+
+
 def sessions(tool: PythonTool) -> int:
-    return shared_pool(tool.imports, tool.limits).open_sessions
+    return pool_of(tool).open_sessions
+
+
+class DeterministicPython(PythonTool):
+    """Its cells read no clock, so the kit may compare."""
+
+    deterministic = True
+
+
+class TestLocalTool(ToolConformance):
+    calls = ({"code": "import random\nx = [random.random()]"}, {"code": "x.append(2)\nprint(len(x))"}, {"code": "x, random.random()"})
+
+    def make_tool(self) -> PythonTool:
+        return DeterministicPython(LocalPython(imports=()), require="process")
 
 
 # -- what the model reads --------------------------------------------------------------------------------------------------------------------------------
@@ -151,7 +186,7 @@ def test_a_sandbox_that_cannot_start_stops_the_first_bind(monkeypatch: pytest.Mo
 
 def test_a_sandbox_that_is_gone_later_is_infrastructure_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     bound = prototype(memory_mb=202).bind()
-    pool = shared_pool(bound.imports, bound.limits)
+    pool = pool_of(bound)
     zygote = os.pidfd_open(pool.pid)
     signal.pidfd_send_signal(zygote, signal.SIGKILL)
     select.select([zygote], [], [])
@@ -281,15 +316,19 @@ def test_an_instance_that_is_dropped_leaves_nothing(tool: PythonTool) -> None:
     assert sessions(tool) == before
 
 
-def test_close_from_another_thread_ends_a_running_call() -> None:
+def test_close_from_another_thread_ends_a_running_call(monkeypatch: pytest.MonkeyPatch) -> None:
     bound = prototype(timeout=100.0).bind()
     bound.call(code="x = 1")
-    assert isinstance(bound._session, Session)
-    started = Path(bound._session.directory, "work", "started")
-    os.mkfifo(started)
+    sent, watch = threading.Event(), Watch.run
+
+    def run(self: Watch) -> CellResult:
+        sent.set()
+        return watch(self)
+
+    monkeypatch.setattr(Watch, "run", run)
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(bound.call, code="open('started', 'w').close()\nwhile True: pass")
-        started.read_text()  # returns when the cell has opened the other end
+        running = thread.submit(bound.call, code="while True: pass")
+        assert sent.wait(60)
         bound.close()
         assert running.result().error == "died"
     with pytest.raises(SandboxError, match="closed"):
@@ -308,9 +347,17 @@ def test_a_prototype_can_be_pickled_a_running_session_cannot(tool: PythonTool) -
 # -- isolation ---------------------------------------------------------------------------------------------------------------------------------------------
 
 
+class Weak(LocalPython):
+    """Gives the weakest level, whatever this machine offers."""
+
+    def isolation(self) -> IsolationReport:
+        return IsolationReport(level="process", missing={"host files unwritable": "cells run as this user"})
+
+
 def test_a_level_that_is_not_to_be_had_raises_at_construction() -> None:
-    with pytest.raises(IsolationError, match="'namespaces' was required, this machine and version give 'process'"):
-        prototype(require="namespaces")
+    with pytest.raises(IsolationError, match=r"'namespaces' was required, Weak\(.*gives 'process' here\n(.*\n)+.*unwritable"):
+        PythonTool(Weak(), require="namespaces")
+    PythonTool(Weak(), require="process")
     with pytest.raises(ValueError, match="require must be None or one of 'process'"):
         prototype(require="full")
 
@@ -319,26 +366,25 @@ def test_a_weak_level_warns_once_and_names_what_is_not_protected(monkeypatch: py
     monkeypatch.setattr(isolation, "_warned", threading.Event())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        prototype(require="process")
+        PythonTool(Weak(), require="process")
         assert caught == []
-        prototype(require=None)
-        prototype(require=None)
+        PythonTool(Weak())
+        PythonTool(Weak())
     assert [w.category for w in caught] == [IsolationWarning]
     assert caught[0].filename == __file__
-    for guarantee in probe().missing:
-        assert guarantee in str(caught[0].message)
-    assert "host files unwritable" in probe().missing
+    assert "host files unwritable: cells run as this user" in str(caught[0].message)
 
 
 def test_the_report_names_every_guarantee_once() -> None:
     report = prototype().isolation()
+    assert report == probe()
     assert set(report.kept) | set(report.missing) == set(report.guarantees) and not set(report.kept) & set(report.missing)
     assert str(report).count("NO   ") == len(report.missing)
 
 
 def test_a_pool_gives_what_the_probe_promised(tool: PythonTool) -> None:
     tool.call(code="1")
-    assert shared_pool(tool.imports, tool.limits).report == probe()
+    assert pool_of(tool).report == probe()
 
 
 @pytest.mark.parametrize(
@@ -348,3 +394,169 @@ def test_a_pool_gives_what_the_probe_promised(tool: PythonTool) -> None:
 def test_settings_are_checked(settings: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         prototype(**settings)
+
+
+def test_imports_are_names_not_one_name() -> None:
+    with pytest.raises(TypeError, match="imports must be a tuple of module names, got the string 'numpy'"):
+        LocalPython(imports="numpy")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["local", LocalPython])
+def test_a_backend_is_an_object(backend: Any) -> None:
+    with pytest.raises(TypeError, match=r"backend must be a PythonBackend, such as LocalPython\(\), got"):
+        PythonTool(backend)
+
+
+def test_what_results_depend_on_is_told_as_json() -> None:
+    bound = prototype(memory_mb=512, timeout=3.0).bind()
+    expected = {"backend": "local", "imports": [], "memory_mb": 512, "timeout": 3.0, "output_chars": 8000, "transactional": False}
+    assert json.loads(json.dumps(bound.settings())) == expected == bound.fork().settings()
+
+
+# -- copies before each call -------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [("os._exit(3)", "exit status 3"), ("os.kill(os.getpid(), 9)", "signal 9"), ("import ctypes\nctypes.string_at(0)", "signal 11")],
+)
+def test_a_call_that_loses_the_interpreter_is_undone(end: str, why: str) -> None:
+    bound = prototype(transactional=True, timeout=60.0, memory_mb=302).bind()
+    bound.call(code="import random\nrandom.seed(1)\nx = 1\nopen('f', 'w').write('1')")
+    twin = bound.fork()
+    result = bound.call(code=f"import os\nx = 2\nopen('f', 'w').write('2')\nprint('bye', flush=True)\n{end}")
+    assert (result.ok, result.error, result.state) == (False, "died", "kept")
+    assert result.text.startswith(f"bye\nThe interpreter ended ({why}")
+    assert result.text.endswith("The call was undone: all variables and files are as they were before it.")
+    for made in (bound, twin):
+        assert made.call(code="x, open('f').read()").text == "(1, '1')"
+    assert bound.call(code="random.random()") == twin.call(code="random.random()")
+    twin.close()
+    bound.close()
+    assert sessions(bound) == 0
+
+
+def test_a_call_that_keeps_the_interpreter_is_not_undone_and_leaves_no_copy() -> None:
+    bound = prototype(transactional=True, memory_mb=300).bind()
+    bound.call(code="x = 1")
+    assert bound.call(code="x = 2\n1 / 0").error == "exception"
+    assert bound.call(code="x").text == "2"
+    assert sessions(bound) == 1
+    bound.close()
+    assert sessions(bound) == 0
+
+
+def test_where_there_can_be_no_copy_a_loss_says_why() -> None:
+    bound = prototype(transactional=True).bind()
+    bound.call(code="import threading\ne = threading.Event()\nthreading.Thread(target=e.wait, name='poller', daemon=True).start()")
+    result = bound.call(code="import os\nos._exit(0)")
+    assert result.state == "lost" and "No copy of before the call was kept: " in result.text and "poller" in result.text
+    assert bound.call(code="1").text.startswith("[The interpreter of the calls before was lost")
+    bound.close()
+
+
+class Scripted:
+    """A session whose cells give ``result``, after ``close`` where it is None; its copies are remembered."""
+
+    alive = True
+
+    def __init__(self, result: CellResult | None):
+        self.result = result
+        self.copies: list[Scripted] = []
+        self.running, self.closed = threading.Event(), threading.Event()
+
+    def exec(self, code: str, *, timeout: float, output_chars: int) -> CellResult:
+        self.running.set()
+        if self.result is None:
+            assert self.closed.wait(60)
+        return self.result or CellResult(status="died", error="it ended", kept=False)
+
+    def fork(self) -> "Scripted":
+        self.copies.append(Scripted(CellResult(status="ok", result="'from the copy'")))
+        return self.copies[-1]
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_a_call_that_was_killed_at_its_deadline_is_undone_too() -> None:
+    bound = prototype(transactional=True).bind()
+    first = bound._session = Scripted(CellResult(status="timeout", error="TimeoutError: too long", kept=False))
+    result = bound.call(code="1")
+    assert (result.error, result.state) == ("timeout", "kept") and result.text.startswith("TimeoutError: too long. The call was undone")
+    assert first.closed.is_set() and bound.call(code="1").text == "'from the copy'"
+    assert bound._session is first.copies[0]
+    assert first.copies[0].copies[0].closed.is_set(), "the copy of before a call that went well is dropped"
+
+
+def test_close_during_a_transactional_call_ends_its_copy_too() -> None:
+    bound = prototype(transactional=True).bind()
+    session = bound._session = Scripted(None)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(bound.call, code="1")
+        assert session.running.wait(60)
+        bound.close()
+        assert running.result().error == "died"
+    assert [copy.closed.is_set() for copy in session.copies] == [True] and bound._session is None
+
+
+# -- many at once ------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_many_copies_at_once(tool: PythonTool) -> None:
+    tool.call(code="x = [0]")
+    twins = tool.fork_many(3)
+    for number, twin in enumerate(twins):
+        twin.call(code=f"x.append({number})")
+    assert [twin.call(code="x").text for twin in twins] == ["[0, 0]", "[0, 1]", "[0, 2]"]
+    assert tool.call(code="x").text == "[0]"
+    assert tool.fork_many(0) == []
+    for twin in twins:
+        twin.close()
+
+
+class Reluctant:
+    """A session that cannot be reached, and can be copied ``room`` times."""
+
+    alive = True
+
+    def __init__(self, room: int, error: SandboxError | None = None):
+        self.room = room
+        self.error = error or SandboxError("the line is busy")
+        self.copies: list[Reluctant] = []
+        self.closed = False
+
+    def exec(self, code: str, *, timeout: float, output_chars: int) -> CellResult:
+        raise self.error
+
+    def fork(self) -> "Reluctant":
+        if len(self.copies) == self.room:
+            raise SandboxError("no room")
+        self.copies.append(Reluctant(0))
+        return self.copies[-1]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_all_copies_or_none(tool: PythonTool) -> None:
+    session = tool._session = Reluctant(2)
+    with pytest.raises(SandboxError, match="no room"):
+        tool.fork_many(3)
+    assert [copy.closed for copy in session.copies] == [True, True] and not session.closed
+
+
+def test_code_that_could_not_be_sent_is_infrastructure_and_keeps_the_state(tool: PythonTool) -> None:
+    tool._lost = "why"
+    session = tool._session = Reluctant(0)
+    result = tool.call(code="1")
+    assert (result.ok, result.error, result.state) == (False, "unavailable", "kept")
+    assert "the code was not run: the line is busy" in result.text
+    assert tool._session is session and tool._lost == "why"  # the notice of the loss waits for a result that is shown
+
+
+def test_a_session_that_is_gone_is_replaced_and_the_loss_told_twice(tool: PythonTool) -> None:
+    session = tool._session = Reluctant(0, SessionLost("it ended between two calls"))
+    result = tool.call(code="1")
+    assert (result.error, result.state) == ("died", "lost") and result.text.startswith("It ended between two calls. The code was not run. All variables")
+    assert session.closed and tool.call(code="1").text.startswith("[The interpreter of the calls before was lost (it ended between two calls).")

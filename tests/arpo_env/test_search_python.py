@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def light_python() -> arpo_env.PythonTool:
     """The Python tool without imports made beforehand, isolated by a process alone and without a word about that."""
-    return arpo_env.PythonTool(imports=(), require="process")
+    return arpo_env.PythonTool(arpo_env.LocalPython(imports=()), require="process")
 
 
 class TestSearchQAConformance(EnvConformance):
