@@ -1,12 +1,13 @@
-"""Indexes over one's own documents: ``KeywordIndex`` (pure Python, for small corpora and tests) and ``TantivyIndex`` (extra ``search``)."""
+"""What a search back end is, what it finds, and ``KeywordIndex``: one's own documents searched in pure Python, for small corpora and tests."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
-import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,10 +23,16 @@ class SearchHit:
     """Larger is better; comparable within one answer only."""
     rank: int
     """1 for the best."""
+    source: str = ""
+    """Who found it: the back end, with the engine behind it where it says so ("searxng: google"). For people and logs; the policy does not read it."""
 
 
 class SearchBackend(Protocol):
-    """What can be searched. Implementations are immutable once built: threads, episodes and forks share one."""
+    """What can be searched. Implementations are immutable once built: threads, episodes and forks share one.
+
+    To be cached it also needs ``settings() -> Mapping[str, Any]``: what its answers depend on beside the query and ``k``, as JSON values, without secrets.
+    One whose answers change by themselves has ``deterministic = False``; one that tries again itself, under a deadline of its own, has ``retries = 0``.
+    """
 
     def search(self, query: str, k: int) -> list[SearchHit]:
         """The best ``k`` hits or fewer, best first, the same ones in the same order for the same query. No query raises."""
@@ -34,6 +41,10 @@ class SearchBackend(Protocol):
 
 class SearchUnavailable(RuntimeError):
     """A backend over a network could not be asked (down, rate limit, deadline): not the same as having found nothing. The environment tries again."""
+
+
+class SearchRefused(RuntimeError):
+    """A backend over a network said no (API key, credits, address, the form of the query): trying again changes nothing, somebody has to look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +56,10 @@ class Document:
     url: str = ""
 
 
-def read_documents(documents: Iterable[Mapping[str, Any] | Document]) -> list[Document]:
-    """The documents, checked: mappings with ``text`` and optional ``title`` and ``url``, all strings. ``ValueError`` names the first that does not fit."""
-    found: list[Document] = []
+def read_documents(documents: Iterable[Mapping[str, Any] | Document]) -> Iterator[Document]:
+    """The documents one by one, checked: mappings with ``text`` and optional ``title`` and ``url``, all strings. ``ValueError`` names the first that does
+    not fit, or says that there was none."""
+    position = -1
     for position, item in enumerate(documents):
         fields = {"text": item.text, "title": item.title, "url": item.url} if isinstance(item, Document) else item
         if not isinstance(fields, Mapping) or not isinstance(fields.get("text"), str):
@@ -56,10 +68,29 @@ def read_documents(documents: Iterable[Mapping[str, Any] | Document]) -> list[Do
         for name, value in values.items():
             if not isinstance(value, str):
                 raise ValueError(f"document {position}: {name!r} must be a string, got {type(value).__name__} {value!r:.80}")
-        found.append(Document(**values))
-    if not found:
+        yield Document(**values)
+    if position < 0:
         raise ValueError("an index needs at least one document, got none")
-    return found
+
+
+class Fingerprint:
+    """SHA-256 of texts in their order, where they begin and end included: the same for the same documents alone."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, *texts: str) -> None:
+        for text in texts:
+            raw = text.encode("utf-8", "surrogatepass")
+            self._hash.update(len(raw).to_bytes(8, "big") + raw)
+
+    def __str__(self) -> str:
+        return self._hash.hexdigest()
+
+
+def hit_of(document: Document, score: float, rank: int, source: str) -> SearchHit:
+    """``document`` as a hit."""
+    return SearchHit(title=document.title, text=document.text, url=document.url, score=score, rank=rank, source=source)
 
 
 def words_of(text: str) -> list[str]:
@@ -74,7 +105,7 @@ class KeywordIndex:
     """
 
     def __init__(self, documents: Iterable[Mapping[str, Any] | Document], *, k1: float = 1.2, b: float = 0.75):
-        self._documents = read_documents(documents)
+        self._documents = list(read_documents(documents))
         self._postings: dict[str, list[tuple[int, int]]] = {}
         lengths = []
         for position, document in enumerate(self._documents):
@@ -83,7 +114,7 @@ class KeywordIndex:
             for word, count in counts.items():
                 self._postings.setdefault(word, []).append((position, count))
         mean = sum(lengths) / len(lengths) or 1.0
-        self._k1 = k1
+        self._k1, self._b = k1, b
         self._norms = [k1 * (1 - b + b * length / mean) for length in lengths]
 
     def __len__(self) -> int:
@@ -98,89 +129,18 @@ class KeywordIndex:
             for position, count in postings:
                 scores[position] = scores.get(position, 0.0) + idf * count * (self._k1 + 1) / (count + self._norms[position])
         best = sorted(scores.items(), key=lambda item: (-item[1], item[0]))[: max(0, k)]
-        return [_hit(self._documents[position], score, rank) for rank, (position, score) in enumerate(best, 1)]
+        return [hit_of(self._documents[position], score, rank, "keyword index") for rank, (position, score) in enumerate(best, 1)]
+
+    def settings(self) -> Mapping[str, Any]:
+        """The kind of index, a fingerprint of the documents, and the two constants."""
+        return {"backend": "keyword index", "documents": self._fingerprint, "k1": self._k1, "b": self._b}
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
+        fingerprint = Fingerprint()
+        for document in self._documents:
+            fingerprint.add(document.title, document.text, document.url)
+        return str(fingerprint)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeywordIndex:
         return self
-
-
-class TantivyIndex:
-    """BM25 by tantivy (``pip install 'arpo[search]'``): 200,000 documents in milliseconds a query. Make one with :meth:`build` or :meth:`open`.
-
-    Queries are read as words, any of which may match; quotes, colons, signs and ``AND``/``OR``/``NOT`` have no meaning, so no query is malformed.
-    Equal scores: in the order of the documents. Safe in threads and after ``os.fork``.
-    """
-
-    def __init__(self, index: Any, path: str | None):
-        self._index, self._path = index, path
-        self._searcher = index.searcher()
-
-    @classmethod
-    def build(cls, documents: Iterable[Mapping[str, Any] | Document], path: str | os.PathLike[str] | None = None) -> TantivyIndex:
-        """An index of ``documents``, in memory, or on disk in the directory ``path``, which must be new or empty (``FileExistsError``)."""
-        tantivy = _tantivy()
-        found = read_documents(documents)
-        builder = tantivy.SchemaBuilder()
-        for name in ("title", "text"):
-            builder.add_text_field(name, stored=True)
-        builder.add_text_field("url", stored=True, tokenizer_name="raw")
-        builder.add_unsigned_field("position", stored=True)
-        where = None if path is None else os.fspath(path)
-        if where is not None:
-            os.makedirs(where, exist_ok=True)
-            if os.listdir(where):
-                raise FileExistsError(f"{where!r} is not empty: an index is built into a new directory; use TantivyIndex.open to read one")
-        index = tantivy.Index(builder.build(), path=where)
-        writer = index.writer(num_threads=1)  # with two threads, equal scores come in another order in every build
-        for position, document in enumerate(found):
-            writer.add_document(tantivy.Document(title=document.title, text=document.text, url=document.url, position=position))
-        writer.commit()
-        writer.wait_merging_threads()
-        index.reload()
-        return cls(index, where)
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> TantivyIndex:
-        """The index that :meth:`build` wrote to ``path``. ``FileNotFoundError`` when there is none."""
-        tantivy = _tantivy()
-        where = os.fspath(path)
-        if not os.path.isdir(where) or not tantivy.Index.exists(where):
-            raise FileNotFoundError(f"no tantivy index in {where!r}; make one with TantivyIndex.build(documents, path)")
-        return cls(tantivy.Index.open(where), where)
-
-    def __len__(self) -> int:
-        return int(self._searcher.num_docs)
-
-    def search(self, query: str, k: int) -> list[SearchHit]:
-        """The best ``k`` documents that share a word with ``query``."""
-        plain = " ".join(words_of(query))
-        if not plain or k < 1:
-            return []
-        parsed, _ = self._index.parse_query_lenient(plain, ["title", "text"])
-        found = []
-        for score, address in self._searcher.search(parsed, limit=2 * k + 10).hits:  # more than k: ties at the edge are settled below
-            fields = self._searcher.doc(address).to_dict()
-            found.append((-score, fields["position"][0], fields))
-        found.sort(key=lambda item: item[:2])
-        documents = ((Document(*(fields[name][0] for name in ("text", "title", "url"))), -minus) for minus, _, fields in found[:k])
-        return [_hit(document, score, rank) for rank, (document, score) in enumerate(documents, 1)]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TantivyIndex:
-        return self
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        if self._path is None:
-            raise TypeError("an index in memory cannot be pickled; build it into a directory, then it is opened anew on the other side")
-        return TantivyIndex.open, (self._path,)
-
-
-def _hit(document: Document, score: float, rank: int) -> SearchHit:
-    return SearchHit(title=document.title, text=document.text, url=document.url, score=score, rank=rank)
-
-
-def _tantivy() -> Any:
-    try:
-        import tantivy
-    except ImportError as error:
-        raise ImportError("TantivyIndex needs tantivy: pip install 'arpo[search]' (KeywordIndex needs nothing)") from error
-    return tantivy

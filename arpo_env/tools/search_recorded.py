@@ -7,10 +7,10 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from arpo_env.tools.search_index import SearchHit, words_of
+from arpo_env.tools.search_index import Fingerprint, SearchHit, words_of
 
 _PREFIX = re.compile(r"\s*search query:\s*", re.IGNORECASE)
 _TAG = re.compile(r"</?(search|python|result|think|answer)>")
@@ -47,6 +47,10 @@ class RecordedSearch:
         self._holders: dict[str, list[int]] = {}
         for query, text in record.items():
             self._add(query, text)
+        fingerprint = Fingerprint()
+        for query, pages in zip(self._queries, self._pages, strict=True):
+            fingerprint.add(query, *pages)
+        self._settings = {"backend": "recorded", "record": str(fingerprint), "min_similarity": min_similarity}
         if not self._queries:
             raise ValueError(f"a record needs at least one usable query, got {len(record)} entries")
         count = len(self._queries)
@@ -80,6 +84,11 @@ class RecordedSearch:
     def __len__(self) -> int:
         return len(self._queries)
 
+    def answers(self) -> Iterator[tuple[str, list[SearchHit]]]:
+        """Every recorded query with its pages."""
+        for query, pages in zip(self._queries, self._pages, strict=True):
+            yield query, _hits(pages, 1.0)
+
     def nearest(self, query: str) -> tuple[str, float]:
         """The recorded query that would answer ``query``, and its similarity, below ``min_similarity`` too; ``("", 0.0)`` with no word in common."""
         position, similarity = self._nearest(query)
@@ -105,11 +114,18 @@ class RecordedSearch:
         position, similarity = self._nearest(query)
         if similarity < self.min_similarity:
             return []
-        pages = self._pages[position][: max(0, k)]
-        return [SearchHit(title="", text=page, url="", score=similarity, rank=rank) for rank, page in enumerate(pages, 1)]
+        return _hits(self._pages[position][: max(0, k)], similarity)
+
+    def settings(self) -> Mapping[str, Any]:
+        """The kind of back end, a fingerprint of the record, and the threshold."""
+        return self._settings
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecordedSearch:
         return self
+
+
+def _hits(pages: list[str], score: float) -> list[SearchHit]:
+    return [SearchHit(title="", text=page, url="", score=score, rank=rank, source="recorded") for rank, page in enumerate(pages, 1)]
 
 
 def _pages(text: str) -> list[str]:

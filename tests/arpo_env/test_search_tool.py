@@ -5,7 +5,8 @@ import json
 import math
 import os
 import pickle
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ def test_an_answer_is_bounded_and_every_hit_gets_its_share() -> None:
 
 def test_one_instance_and_one_index_serve_all_episodes_and_forks() -> None:
     tool = SearchTool(KeywordIndex(DOCUMENTS))
+    assert tool.deterministic and tool.retries == 2
     assert tool.bind() is tool.fork() is copy.deepcopy(tool) is tool and not tool.stateful
     assert copy.deepcopy({"env": tool})["env"].backend is tool.backend
 
@@ -126,7 +128,8 @@ def test_best_first_with_words_of_title_and_text(build: Build) -> None:
     hits = index.search("where was Aldo Brun born", 10)
     assert [hit.title for hit in hits] == ["Aldo Brun", "Berta Brun"]
     assert [hit.rank for hit in hits] == [1, 2] and hits[0].score > hits[1].score > 0
-    assert hits[0] == SearchHit(title="Aldo Brun", text="Aldo Brun was born in Sarn in 1903.", url="w/aldo", score=hits[0].score, rank=1)
+    assert hits[0] == SearchHit(title="Aldo Brun", text="Aldo Brun was born in Sarn in 1903.", url="w/aldo", score=hits[0].score, rank=1, source=hits[0].source)
+    assert hits[0].source in ("keyword index", "tantivy")
     assert index.search("river", 1)[0].rank == 1 and len(index.search("river", 1)) == 1
     assert index.search("river", 0) == []
 
@@ -182,6 +185,107 @@ def test_an_index_on_disk_opens_again(tmp_path: Path) -> None:
         TantivyIndex.open(tmp_path / "other")
     with pytest.raises(TypeError, match="in memory"):
         pickle.dumps(TantivyIndex.build(DOCUMENTS))
+
+
+def words(count: int, start: int = 0) -> list[dict[str, str]]:
+    return [{"text": f"word {n}"} for n in range(start, start + count)]
+
+
+def test_an_index_on_disk_is_memory_mapped(tmp_path: Path) -> None:
+    pytest.importorskip("tantivy")
+    index = TantivyIndex.build(DOCUMENTS, tmp_path / "index")
+    assert index.search("Sarn", 5)
+    assert any(str(tmp_path / "index") in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_an_index_is_built_once_and_refused_for_other_documents(tmp_path: Path) -> None:
+    pytest.importorskip("tantivy")
+    where = tmp_path / "deep" / "index"
+    first = TantivyIndex.open_or_build(DOCUMENTS, where)
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in where.iterdir())
+    assert TantivyIndex.open_or_build(DOCUMENTS, where).settings() == first.settings()
+    with pytest.raises(ValueError, match="built from 4 other documents"):
+        TantivyIndex.open_or_build(DOCUMENTS[::-1], where)
+    with pytest.raises(ValueError, match="built from 4 other documents"):
+        TantivyIndex.open(where, documents=[*DOCUMENTS, {"text": "more"}])
+    with pytest.raises(TypeError, match="read twice"):
+        TantivyIndex.open_or_build(iter(DOCUMENTS), where)
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in where.iterdir()) == before
+    assert where.stat().st_mode & 0o777 == where.parent.stat().st_mode & 0o777
+
+
+def test_many_that_build_at_once_leave_one_index(tmp_path: Path) -> None:
+    pytest.importorskip("tantivy")
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: TantivyIndex.open_or_build(DOCUMENTS, tmp_path / "index"), range(4)))
+    assert [len(index) for index in found] == [4] * 4 and os.listdir(tmp_path) == ["index"]
+
+
+def test_a_killed_or_failed_build_leaves_no_half_index(tmp_path: Path) -> None:
+    pytest.importorskip("tantivy")
+
+    def deadly() -> Iterator[dict[str, str]]:
+        yield from words(3000)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(ValueError, match="document 3"):
+        TantivyIndex.build([*words(3), {"title": "no text"}], tmp_path / "index")
+    assert os.listdir(tmp_path) == []
+    child = os.fork()
+    if child == 0:
+        try:
+            TantivyIndex.build(deadly(), tmp_path / "index")
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert not (tmp_path / "index").exists()
+    assert len(TantivyIndex.open_or_build(words(5), tmp_path / "index")) == 5
+
+
+def test_an_index_of_another_layout_or_library_is_said(tmp_path: Path) -> None:
+    tantivy = pytest.importorskip("tantivy")
+    where = tmp_path / "index"
+    TantivyIndex.build(DOCUMENTS, where)
+    twin = pickle.dumps(TantivyIndex.open(where))
+    label = where / "arpo_index.json"
+    good = json.loads(label.read_text())
+    assert good["documents"] == 4 and good["tantivy"] == tantivy.__version__
+    for change, said in (
+        ({"layout": 99}, "layout 99, expected 1"),
+        ({"documents": 5}, "holds 4 documents, its label says 5"),
+        ({"extra": 1}, "another version"),
+    ):
+        label.write_text(json.dumps({**good, **change}))
+        with pytest.raises(ValueError, match=said):
+            TantivyIndex.open(where)
+    label.write_text(json.dumps({**good, "fingerprint": "0"}))
+    with pytest.raises(ValueError, match="other documents"):  # the index at this path was replaced
+        pickle.loads(twin)
+    label.unlink()
+    with pytest.raises(ValueError, match="not built by TantivyIndex"):
+        TantivyIndex.open(where)
+    label.write_text(json.dumps(good))
+    (where / "meta.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot be opened by tantivy"):
+        TantivyIndex.open(where)
+
+
+@both
+def test_settings_tell_apart_indexes_of_other_documents(build: Build) -> None:
+    variants = [DOCUMENTS, DOCUMENTS[::-1], DOCUMENTS[:3], [{"text": "ab", "title": "c"}], [{"text": "b", "title": "ca"}], [{"text": "b", "url": "ca"}]]
+    found = [json.dumps(build(documents).settings()) for documents in variants]  # type: ignore[attr-defined]
+    assert len(set(found)) == len(variants)
+    assert json.dumps(build(DOCUMENTS).settings()) == found[0]  # type: ignore[attr-defined]
+
+
+def test_settings_of_the_tool_hold_those_of_its_backend() -> None:
+    index, record = KeywordIndex(DOCUMENTS), RecordedSearch({"a": "Page 1: b"})
+    settings = [SearchTool(index).settings(), SearchTool(index, top_k=2).settings(), SearchTool(index, max_chars=999).settings()]
+    settings += [SearchTool(KeywordIndex(DOCUMENTS, k1=2.0)).settings(), SearchTool(KeywordIndex(DOCUMENTS, b=0.5)).settings(), SearchTool(record).settings()]
+    settings += [SearchTool(RecordedSearch({"a": "Page 1: b"}, min_similarity=0.5)).settings(), SearchTool(RecordedSearch({"a": "Page 1: c"})).settings()]
+    assert len({json.dumps(dict(one)) for one in settings}) == len(settings)
+    with pytest.raises(TypeError, match="Down needs a method settings"):
+        SearchTool(Down()).settings()
 
 
 # -- recorded searches -------------------------------------------------------------------------------------------------------------------------------------
