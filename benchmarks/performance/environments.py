@@ -1,0 +1,389 @@
+"""Steps a second, cost of a fork and import time of ``ToolEnv`` beside GEM, SkyRL-Gym and a plain Gymnasium environment, in one run.
+
+    python benchmarks/performance/environments.py [--repeats 15] [--out figures.json]
+
+All play the same episode: eight turns ``<think>..</think><calc>a*b</calc>`` and an answer, with a calculator that counts its calls. No model is involved.
+Speeds are per CPU second of the process (so a loaded machine matters less); every repetition plays all of them once, in rotating order; shown are the median
+over repetitions and the median of the ratios to plain Gymnasium within a repetition. A copy is called right when a call in the copy is counted there and not
+in its parent. Then how environments of other libraries fork behind their adapters, and what importing each library costs. What is not installed is listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+from gymnasium import spaces
+from measure import machine
+
+import arpo_env
+from arpo_env.tools.base import Tool
+
+CALL, ANSWER = "<think>multiply</think><calc>12*7</calc>", "<answer>84</answer>"
+EPISODE = (*(CALL,) * 8, ANSWER)
+ROWS = [{"question": "What is 12 * 7?", "answer": "84"}]
+_CALL, _ANSWER = re.compile(r"<calc>(.*?)</calc>"), re.compile(r"<answer>(.*?)</answer>")
+
+
+def product(expression: str) -> str:
+    left, _, right = expression.partition("*")
+    return str(int(left) * int(right))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way to have the environment. Functions take the environment that ``make`` gives."""
+
+    name: str
+    package: str
+    make: Callable[[], Any]
+    reset: Callable[[Any], object]
+    step: Callable[[Any, str], object]
+    fork: Callable[[Any], Any]
+    calls: Callable[[Any], int]
+    """Calls that its own calculator has counted."""
+
+
+# -- plain Gymnasium and this project ------------------------------------------------------------------------------------------------------------------
+
+
+class Plain(gymnasium.Env[str, str]):
+    """What one writes by hand."""
+
+    def __init__(self) -> None:
+        self.action_space = self.observation_space = spaces.Text(1000)
+        self.calls = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.calls = 0
+        return ROWS[0]["question"], {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if call := _CALL.search(action):
+            self.calls += 1
+            return product(call.group(1)), 0.0, False, False, {}
+        answer = _ANSWER.search(action)
+        return "", float(answer is not None and answer.group(1) == ROWS[0]["answer"]), True, False, {}
+
+
+class Calculator(Tool):
+    """A calculator that counts its calls."""
+
+    name = "calc"
+    description = "Multiplies two whole numbers."
+    parameters: Mapping[str, Any] = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+    stateful = True
+    fork_support = "copy"
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self.calls = 0
+
+    def call(self, *, expression: str) -> str:
+        self.calls += 1
+        return product(expression)
+
+
+def tool_env(timeout: float | None) -> arpo_env.ToolEnv:
+    return arpo_env.ToolEnv(ROWS, [Calculator(timeout)], reward=arpo_env.ExactMatch(), max_turns=20)
+
+
+def gym_reset(env: Any) -> object:
+    return env.reset(seed=0)
+
+
+def gym_step(env: Any, text: str) -> object:
+    return env.step(text)
+
+
+def own_peers() -> Iterator[Peer]:
+    yield Peer("Gymnasium, by hand", "gymnasium", Plain, gym_reset, gym_step, copy.deepcopy, lambda env: env.calls)
+    for name, timeout in (("arpo ToolEnv", None), ("arpo ToolEnv, calls under a deadline", 30.0)):
+        yield Peer(
+            name, "arpo_env", lambda timeout=timeout: tool_env(timeout), gym_reset, gym_step, arpo_env.fork, lambda env: env.unwrapped._tools["calc"].calls
+        )
+
+
+# -- the peers -----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def gem_peers() -> Iterator[Peer]:
+    from gem.core import Env
+    from gem.tools.base_tool import BaseTool
+    from gem.tools.tool_env_wrapper import ToolEnvWrapper
+
+    from arpo_env.interop.gem import GemEnv
+
+    class Calc(BaseTool):  # type: ignore[misc]
+        tool_type = "calc"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def instruction_string(self) -> str:
+            return "Write <calc>a*b</calc>."
+
+        def execute_action(self, action: str) -> tuple[bool, bool, str, str]:
+            call = _CALL.search(action)
+            if call is None:
+                return False, True, "", action
+            self.calls += 1
+            return True, False, product(call.group(1)), action[: call.end()]
+
+    class Question(Env):  # type: ignore[misc]
+        def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+            super().reset(seed)
+            return ROWS[0]["question"], {}
+
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            answer = _ANSWER.search(action)
+            return "", float(answer is not None and answer.group(1) == ROWS[0]["answer"]), True, True, {}
+
+    def made() -> Any:
+        return ToolEnvWrapper(Question(), tools=[Calc()], max_tool_uses=20)
+
+    def calls(env: Any) -> int:
+        return int(getattr(env, "library_env", env).tools[0].calls)
+
+    yield Peer("GEM ToolEnvWrapper", "gem", made, lambda env: env.reset(seed=0), gym_step, copy.deepcopy, calls)
+    yield Peer("the same in arpo GemEnv", "gem", lambda: GemEnv(made, forks="copy"), gym_reset, gym_step, arpo_env.fork, calls)
+
+
+def skyrl_peers() -> Iterator[Peer]:
+    from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+    from skyrl_gym.tools.core import ToolGroup, tool
+
+    from arpo_env.interop.skyrl_gym import SkyRLGymEnv
+
+    class Calc(ToolGroup):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.calls = 0
+            super().__init__(name="Calc")
+
+        @tool
+        def calc(self, expression: str) -> str:
+            self.calls += 1
+            return product(expression)
+
+    class Question(BaseTextEnv):  # type: ignore[misc]
+        def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
+            super().__init__()
+            self.init_tool_groups([Calc()])
+
+        def step(self, action: str) -> BaseTextEnvStepOutput:
+            self.turns += 1
+            if call := _CALL.search(action):
+                text = self._execute_tool("Calc", "calc", [call.group(1)])
+                return BaseTextEnvStepOutput(observations=[{"role": "user", "content": text}], reward=0.0, done=False, metadata={"tool_name": "calc"})
+            answer = _ANSWER.search(action)
+            return BaseTextEnvStepOutput(observations=[], reward=float(answer is not None and answer.group(1) == "84"), done=True, metadata={})
+
+    prompt = [{"role": "user", "content": ROWS[0]["question"]}]
+
+    def calls(env: Any) -> int:
+        return int(getattr(env, "library_env", env).tool_groups[0].calls)
+
+    yield Peer("SkyRL-Gym ToolGroup", "skyrl_gym", Question, lambda env: env.init(prompt), gym_step, copy.deepcopy, calls)
+    rows = [{"prompt": prompt}]
+    yield Peer("the same in arpo SkyRLGymEnv", "skyrl_gym", lambda: SkyRLGymEnv(Question, rows, forks="copy"), gym_reset, gym_step, arpo_env.fork, calls)
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def steps_per_cpu_second(peer: Peer, episodes: int) -> float:
+    env = peer.make()
+    peer.reset(env)
+    start = time.process_time()
+    for _ in range(episodes):
+        peer.reset(env)
+        for turn in EPISODE:
+            peer.step(env, turn)
+    return episodes * len(EPISODE) / (time.process_time() - start)
+
+
+def in_mid_episode(peer: Peer) -> Any:
+    env = peer.make()
+    peer.reset(env)
+    for turn in EPISODE[:4]:
+        peer.step(env, turn)
+    return env
+
+
+def fork_cost(peer: Peer, forks: int) -> float:
+    """CPU milliseconds of a copy after four calls."""
+    return copying(in_mid_episode(peer), peer.fork, forks)
+
+
+def copying(env: Any, fork: Callable[[Any], Any], forks: int) -> float:
+    start = time.process_time()
+    for _ in range(forks):
+        fork(env)
+    return 1000 * (time.process_time() - start) / forks
+
+
+def copies_rightly(peer: Peer) -> bool:
+    parent = in_mid_episode(peer)
+    before = peer.calls(parent)
+    child = peer.fork(parent)
+    peer.step(child, CALL)
+    return peer.calls(child) == before + 1 and peer.calls(parent) == before
+
+
+def compare(peers: Sequence[Peer], repeats: int, episodes: int, forks: int) -> list[dict[str, Any]]:
+    """Figures of all peers, taken in turns."""
+    speeds: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    costs: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    for repeat in range(repeats):
+        shift = repeat % len(peers)
+        for peer in (*peers[shift:], *peers[:shift]):
+            speeds[peer.name].append(steps_per_cpu_second(peer, episodes))
+            costs[peer.name].append(fork_cost(peer, forks))
+    base_speed, base_cost = speeds[peers[0].name], costs[peers[0].name]
+    return [
+        {
+            "name": peer.name,
+            "steps_per_cpu_second": statistics.median(speeds[peer.name]),
+            "steps_ratio": statistics.median(a / b for a, b in zip(speeds[peer.name], base_speed, strict=True)),
+            "fork_ms": statistics.median(costs[peer.name]),
+            "fork_ratio": statistics.median(a / b for a, b in zip(costs[peer.name], base_cost, strict=True)),
+            "copy_right": copies_rightly(peer),
+        }
+        for peer in peers
+    ]
+
+
+def foreign_forks(missing: Mapping[str, str], repeats: int, forks: int) -> list[dict[str, Any]]:
+    """How environments of other libraries fork behind their adapters, and at what cost after three turns."""
+    cases: list[tuple[str, Callable[[], Any], tuple[str, ...]]] = []
+    if "gem" not in missing:
+        from arpo_env.interop.gem import GemEnv
+
+        for forks_by in ("copy", "replay"):
+            cases.append(
+                ("GEM GuessTheNumber", lambda by=forks_by: GemEnv("game:GuessTheNumber-v0-hard", forks=by), ("\\boxed{25}", "\\boxed{10}", "\\boxed{40}"))
+            )
+            cases.append(("GEM Sudoku 9 x 9", lambda by=forks_by: GemEnv("game:Sudoku-v0-hard", forks=by), ("\\boxed{1 1 1}",) * 3))
+    if "textarena" not in missing:
+        from arpo_env.interop.textarena import TextArenaEnv, bracketed_move
+
+        for forks_by in ("copy", "replay"):
+            cases.append(("TextArena GuessTheNumber", lambda by=forks_by: TextArenaEnv("GuessTheNumber-v0", forks=by), ("[5]", "[10]", "[15]")))
+            cases.append(("TextArena TicTacToe", lambda by=forks_by: TextArenaEnv("TicTacToe-v0", 2, bracketed_move, forks=by), ("[4]", "[0]")))
+    if "skyrl_gym" not in missing:
+        from arpo_env.interop.skyrl_gym import SkyRLGymEnv
+
+        rows = [{"prompt": "2 + 3?", "reward_spec": {"ground_truth": "5"}, "extra_info": {"max_turns": 5}}]
+        for forks_by in ("copy", "replay"):
+            cases.append(("SkyRL-Gym gsm8k_multi_turn", lambda by=forks_by: SkyRLGymEnv("gsm8k_multi_turn", rows, forks=by), ("hm",) * 3))
+    if "reasoning_gym" not in missing:
+        from arpo_env.interop.reasoning_gym import ReasoningGymEnv
+
+        cases.append(("reasoning-gym basic_arithmetic", lambda: ReasoningGymEnv("basic_arithmetic"), ("hm",) * 3))
+    return [_foreign_fork(*case, repeats=repeats, forks=max(1, forks // 10)) for case in sorted(cases, key=lambda case: case[0])]
+
+
+def _foreign_fork(name: str, make: Callable[[], Any], turns: Sequence[str], *, repeats: int, forks: int) -> dict[str, Any]:
+    env = make()
+    env.reset(seed=2)
+    played = 0
+    for turn in turns:
+        played += 1
+        if any(env.step(turn)[2:4]):
+            break
+    return {
+        "name": name,
+        "forks_by": arpo_env.fork_support(env),
+        "turns": played,
+        "fork_ms": statistics.median(copying(env, arpo_env.fork, forks) for _ in range(repeats)),
+    }
+
+
+def importing(module: str, repeats: int) -> dict[str, Any]:
+    """CPU seconds, modules and memory of a process that imports ``module``, beyond those of one that imports nothing."""
+
+    def run(code: str) -> tuple[float, int, float]:
+        tail = (
+            "import sys, time; kb = [line.split()[1] for line in open('/proc/self/status') if line.startswith('VmRSS')];"
+            " print(time.process_time(), len(sys.modules), int(kb[0]) / 1024)"
+        )
+        out = subprocess.run([sys.executable, "-W", "ignore", "-c", f"{code}; {tail}"], capture_output=True, text=True, check=True).stdout.split()[-3:]
+        return float(out[0]), int(out[1]), float(out[2])
+
+    pairs = [(run(f"import {module}"), run("pass")) for _ in range(repeats)]
+    cpu, modules, memory = (statistics.median(loaded[k] - bare[k] for loaded, bare in pairs) for k in range(3))
+    return {"module": module, "cpu_s": cpu, "modules": int(modules), "memory_mb": memory}
+
+
+PACKAGES = {"gem": "gem-llm", "skyrl_gym": "skyrl-gym", "textarena": "textarena", "reasoning_gym": "reasoning-gym", "verifiers": "verifiers"}
+
+
+def version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "?"
+
+
+def show(result: Mapping[str, Any]) -> None:
+    print("\nthe same episode (8 calls and an answer)         steps/CPU s   of Gymnasium      fork ms   of Gymnasium   copy is")
+    for row in result["environments"]:
+        right = "right" if row["copy_right"] else "WRONG"
+        steps = f"{row['steps_per_cpu_second']:>12,.0f} {row['steps_ratio']:>14.3f}"
+        print(f"  {row['name']:<44} {steps} {row['fork_ms']:>12.4f} {row['fork_ratio']:>14.3f}   {right}")
+    print("\nforks behind the adapters, after some turns         by      turns   fork ms")
+    for row in result["foreign"]:
+        print(f"  {row['name']:<44} {row['forks_by']:>8} {row['turns']:>7} {row['fork_ms']:>11.3f}")
+    print("\nimport                        CPU s   modules    memory MB")
+    for row in result["imports"]:
+        print(f"  {row['module']:<22} {row['cpu_s']:>10.2f} {row['modules']:>9} {row['memory_mb']:>12.0f}")
+    for package, why in result["missing"].items():
+        print(f"missing: {package} ({why})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--episodes", type=int, default=200, help="episodes of nine steps in each repetition")
+    parser.add_argument("--forks", type=int, default=200, help="forks in each repetition")
+    parser.add_argument("--imports", type=int, default=3, help="processes that import each library")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    settings = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    missing = {module: f"pip install {name}" for module, name in PACKAGES.items() if importlib.util.find_spec(module) is None}
+    peers = [*own_peers(), *(() if "gem" in missing else gem_peers()), *(() if "skyrl_gym" in missing else skyrl_peers())]
+    installed = [module for module in PACKAGES if module not in missing]
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "versions": {"gymnasium": version("gymnasium"), "arpo": version("arpo")} | {module: version(PACKAGES[module]) for module in installed},
+        "repeats": settings.repeats,
+        "environments": compare(peers, settings.repeats, settings.episodes, settings.forks),
+        "foreign": foreign_forks(missing, settings.repeats, settings.forks),
+        "imports": [importing(module, settings.imports) for module in ("gymnasium", "arpo_env", *installed)],
+        "missing": missing,
+    }
+    show(result)
+    if settings.out is not None:
+        settings.out.parent.mkdir(parents=True, exist_ok=True)
+        settings.out.write_text(json.dumps(result, indent=2) + "\n")
+        print(f"\nwritten: {settings.out}")
+
+
+if __name__ == "__main__":
+    main()
