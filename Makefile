@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: quickstart quickstart-smoke test lint format real-model
+.PHONY: quickstart quickstart-smoke test test-openenv test-verifiers lint format real-model
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,23 @@ real-model: $(VENV)/.installed
 
 test: $(VENV)/.installed lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# Two libraries whose pins go with nothing else have environments of their own.
+.venv-openenv/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-openenv
+	.venv-openenv/bin/python -m pip install --quiet --editable '.[openenv-server]' httpx 'pytest>=8' 'pytest-timeout>=2.3'
+	touch $@
+
+.venv-verifiers/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/python -m pip install --quiet --editable '.[verifiers]' 'pytest>=8' 'pytest-timeout>=2.3'
+	touch $@
+
+test-openenv: .venv-openenv/.installed
+	ARPO_REQUIRE_OPENENV=1 OMP_NUM_THREADS=1 .venv-openenv/bin/python -m pytest tests/interop/test_openenv.py tests/interop/test_openenv_session.py
+
+test-verifiers: .venv-verifiers/.installed
+	ARPO_REQUIRE_VERIFIERS=1 OMP_NUM_THREADS=1 .venv-verifiers/bin/python -m pytest tests/interop/test_verifiers.py tests/interop/test_verifiers_traces.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
