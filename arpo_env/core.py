@@ -29,7 +29,6 @@ Wall-clock values (seconds per tool, timeouts, retries) go to ``env.telemetry``,
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import operator
 import time
@@ -40,7 +39,7 @@ from typing import Any, ClassVar, Self
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 
 from arpo_env._deadline import DeadlineExceeded, call_with_deadline
-from arpo_env.calling import Slots, Telemetry, bind_tool, call_tool, check_prototypes, weakest_isolation
+from arpo_env.calling import Slots, Telemetry, bind_tool, call_tool, check_prototypes, copy_arguments, weakest_isolation
 from arpo_env.forking import STRENGTH, ForkableEnv, ForkError, TextSpace, fork, fork_support
 from arpo_env.formats import CallFormat, ParsedTurn, Tags, ToolCall
 from arpo_env.rewards import HierarchicalReward, Reward, Score, as_reward, check_task
@@ -190,11 +189,12 @@ class ToolEnv(ForkableEnv):
             return self._end("answer", parsed=parsed)
         if len(episode.turns) >= self.max_turns:  # nobody would read the results: the calls are not run
             return self._end("max_turns", parsed=parsed)
-        results = [(call, *self._execute(call)) for call in parsed.calls]
+        executed: list[ExecutedCall] = []
+        results = [(call, *self._execute(call, executed)) for call in parsed.calls]
         calls = [_describe(call, result, reached) for call, result, reached in results]
         shown = [(call.name, self._shorten(result)) for call, result, _ in results]
         observation = self._observation(shown, parsed.errors)
-        self._episode = replace(self.episode, observations=(*episode.observations, observation))
+        self._episode = replace(episode, calls=(*episode.calls, *executed), observations=(*episode.observations, observation))
         self._render_human(observation)
         return observation, 0.0, False, False, self._info(parsed, calls, self._messages(observation, shown, parsed.errors))
 
@@ -263,13 +263,13 @@ class ToolEnv(ForkableEnv):
 
     # -- tools ---------------------------------------------------------------------------------------------------------------------------------------
 
-    def _execute(self, call: ToolCall) -> tuple[ToolResult, bool]:
-        """The result of one call, and whether it reached the tool."""
+    def _execute(self, call: ToolCall, executed: list[ExecutedCall]) -> tuple[ToolResult, bool]:
+        """The result of one call, and whether it reached the tool; then it is added to ``executed``, the calls of this turn."""
         instance = self._tools.get(call.name)
         if instance is None:
             expected = call.hint or f"There is no tool {call.name!r}. Available: {', '.join(self._tools) or 'none'}."
             return ToolResult.failure("unknown_tool", expected), False
-        if self.max_tool_calls is not None and len(self.episode.calls) >= self.max_tool_calls:
+        if self.max_tool_calls is not None and len(self.episode.calls) + len(executed) >= self.max_tool_calls:
             return ToolResult.failure("limit", f"The limit of {self.max_tool_calls} tool calls is reached. Give the final answer."), False
         if problem := check_arguments(instance, call.arguments):
             return ToolResult.failure("bad_arguments", f"The call of {call.name} was not run: {problem}."), False
@@ -284,7 +284,7 @@ class ToolEnv(ForkableEnv):
             slots.release()
         counts = {f"{call.name}.calls": 1.0, f"{call.name}.seconds": time.monotonic() - start}
         self.telemetry.add(**counts | ({f"{call.name}.{result.error}": 1.0} if result.error else {}))
-        self._episode = replace(self.episode, calls=(*self.episode.calls, ExecutedCall(call.name, call.arguments, result)))
+        executed.append(ExecutedCall(call.name, call.arguments, result))
         return result, True
 
     def _abandon(self, instance: Tool) -> ToolResult:
@@ -420,4 +420,4 @@ def _unparsed() -> dict[str, Any]:
 
 
 def _describe(call: ToolCall, result: ToolResult, reached: bool) -> dict[str, Any]:
-    return {"name": call.name, "arguments": copy.deepcopy(dict(call.arguments)), "ok": result.ok, "error": result.error or "", "executed": reached}
+    return {"name": call.name, "arguments": copy_arguments(call.arguments), "ok": result.ok, "error": result.error or "", "executed": reached}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -94,8 +95,12 @@ class Tag(NamedTuple):
 
 
 def find_tags(text: str, names: Iterable[str]) -> list[Tag]:
-    pattern = "|".join(re.escape(name) for name in names)
-    return [Tag(m.group(2), bool(m.group(1)), m.start(), m.end()) for m in re.finditer(f"<(/?)({pattern})>", text)]
+    return [Tag(m.group(2), bool(m.group(1)), m.start(), m.end()) for m in _tag_pattern(tuple(names)).finditer(text)]
+
+
+@functools.lru_cache(maxsize=256)
+def _tag_pattern(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(f"<(/?)({'|'.join(map(re.escape, names))})>")
 
 
 def listed(names: Iterable[str]) -> str:
