@@ -19,6 +19,19 @@ EXTRAS = {
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
+    "e2b": ("e2b_code_interpreter",),
+    "monty": ("pydantic_monty",),
+    "ddgs": ("ddgs",),
+    "browse": ("trafilatura", "lxml_html_clean"),
+    "mcp": ("mcp",),
+    "trl": ("trl",),
+    "openenv": ("websockets",),
+    "openenv-server": ("openenv",),
+    "verifiers": ("verifiers",),
+    "reasoning-gym": ("reasoning_gym",),
+    "gem": ("gem",),
+    "skyrl-gym": ("skyrl_gym",),
+    "textarena": ("textarena",),
 }
 
 
@@ -46,7 +59,7 @@ def _versions() -> Iterator[str]:
 def _extras() -> Iterator[str]:
     for extra, modules in EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
-        yield f"extra {extra:<12} " + ("ready" if not missing else f"missing {', '.join(missing)}: pip install 'arpo[{extra}]'")
+        yield f"extra {extra:<15} " + ("ready" if not missing else f"missing {', '.join(missing)}: pip install 'arpo[{extra}]'")
 
 
 def _isolation() -> Iterator[str]:
