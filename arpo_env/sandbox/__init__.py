@@ -2,9 +2,10 @@
 
 ::
 
-    host --exec--> zygote (imports done, one thread) --fork--> session --fork--> copy --fork--> copy
+    host --exec--> zygote (imports done, one thread) --fork--> keeper --fork--> worker --fork--> copy --fork--> copy
 
-``Pool`` is the zygote, ``Session`` one interpreter. See ``isolation.py`` for what is protected from the code that runs in it, and what is not.
+``Pool`` is the zygote, ``Session`` one interpreter (a worker or a copy); the keeper is above all branches of a session. See ``isolation.py`` for what is
+protected from the code that runs in it, and what is not, and ``isolate.py`` for how.
 """
 
 from .isolation import ForkRefused, IsolationError, IsolationReport, IsolationWarning, SandboxError, SessionLost, probe

@@ -1,4 +1,4 @@
-"""The resources of one session on the host's side: process, descriptors, directory."""
+"""The resources of one branch on the host's side: process, descriptors, directory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from . import proctree
 from .isolation import SandboxError
+from .lineage import Lineage
 from .wire import PROTOCOL, Channel
 
 if TYPE_CHECKING:
@@ -20,15 +21,23 @@ if TYPE_CHECKING:
 class Branch:
     """The resources of one session: process, descriptors, directory. Apart from ``Session`` so that a finaliser can free them."""
 
-    def __init__(self, pool: Pool, directory: str):
-        self.pool, self.directory = pool, directory
-        self.pid = self.pidfd = -1
-        self._lock = threading.Lock()
+    def __init__(self, pool: Pool, lineage: Lineage, number: int):
+        self.pool, self.lineage, self.name = pool, lineage, f"{lineage.name}/{number}"
+        self.pid = self.pidfd = self.inner_pid = -1
+        self.killed_for = ""
+        """Why the sandbox ended it on its own account."""
+        self._lock = threading.RLock()  # a finaliser may come in between
         self._killed = self._freed = False
         ours, self._far_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.channel = Channel(ours)
         self.output, self._far_output = os.pipe()
         os.set_blocking(self.output, False)
+        lineage.add(self)
+
+    @property
+    def directory(self) -> str:
+        """Where its files lie, seen from here: at the level ``namespaces`` through its process, so only as long as it lives."""
+        return f"/proc/{self.pid}/root/sandbox" if self.pool.root is None else os.path.join(self.pool.root.path, self.name)
 
     @property
     def far_ends(self) -> tuple[int, int]:
@@ -43,29 +52,33 @@ class Branch:
     def greet(self, deadline: float) -> None:
         """Wait for the worker's hello. ``SandboxError`` when it reports a failure, ends, or keeps silent."""
         try:
-            message, _ = self.channel.receive(deadline=deadline)
+            message, fds = self.channel.receive(deadline=deadline)
         except (EOFError, TimeoutError) as error:
             raise SandboxError(f"a new session did not come up: {error}") from None
         if message["op"] != "hello" or message["protocol"] != PROTOCOL:
             raise SandboxError(f"a new session did not come up: {message.get('reason', message)}")
-        try:
-            self.pidfd = os.pidfd_open(message["pid"])
-        except ProcessLookupError:
-            raise SandboxError("a new session ended at once") from None
-        self.pid = message["pid"]
-        self.pool.admit(self.pid)
+        (self.pidfd,) = fds
+        pid = proctree.pid_of(self.pidfd)
+        if pid is None:
+            raise SandboxError("a new session ended at once")
+        self.pid, self.inner_pid = pid, message["pid"]
+        self.pool.living.add(pid)
+        self.lineage.admit(self.inner_pid)
+        if self.lineage.keeper_pid < 0 and (entry := proctree.stat(pid)) is not None:  # the first worker is the keeper's own child
+            self.lineage.keeper_pid = entry.parent
 
     @property
     def alive(self) -> bool:
         """Whether the worker's process runs."""
-        return self.pidfd >= 0 and not self._killed and not select.select([self.pidfd], [], [], 0)[0]
+        with self._lock:  # the descriptor is closed after a kill only
+            return self.pidfd >= 0 and not self._killed and not select.select([self.pidfd], [], [], 0)[0]
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
         """End the worker and everything below it except living copies. Idempotent; needs no other lock, so it ends a running cell."""
         with self._lock:
             if self._killed or not self.pool.owned:
                 return
-            self._killed = True
+            self._killed, self.killed_for = True, why
             if self.pid > 0:
                 self.pool.living.discard(self.pid)
                 proctree.kill_branch(self.pidfd, self.pid, frozenset(self.pool.living))
@@ -82,5 +95,8 @@ class Branch:
             if fd >= 0:
                 os.close(fd)
         if self.pool.owned:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            on_host = self.pool.root is not None
+            if on_host:
+                shutil.rmtree(self.directory, ignore_errors=True)
+            self.lineage.remove(self, None if on_host else self.name)
             self.pool.branches.discard(self)

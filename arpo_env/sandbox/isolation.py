@@ -1,34 +1,34 @@
 """What the sandbox protects on this machine, said aloud. Host side.
 
-Three levels are known; this version reaches the first:
+The local sandbox has three levels and takes the strongest that works, found by trying:
 
-* ``process``: own processes with resource limits and a clean environment; where the kernel gives us namespaces, no TCP or UDP. Files are not protected;
-* ``landlock``: the host's files and network are out of reach as well;
-* ``namespaces``: the host's files and processes do not exist for a cell, and disk use is limited.
+* ``namespaces``: the host's files, network and processes do not exist for a cell; processes and disk use are limited for each session;
+* ``landlock``: they exist and are out of reach;
+* ``process``: own processes with resource limits, a clean environment and no sockets. Files are not protected.
+
+Two more belong to other back ends of the Python tool: ``language`` (an interpreter that has no access to the host by construction) and ``vm`` (a machine of
+its own). No local level withstands a fault of the kernel; ``vm`` does.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import json
 import os
-import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-Level = Literal["process", "landlock", "namespaces"]
+Level = Literal["process", "language", "landlock", "namespaces", "vm"]
 LEVELS: tuple[Level, ...] = get_args(Level)
-
-GUEST_ROOT = os.path.dirname(os.path.abspath(__file__))
-_BOOT = (
-    "import sys, types; package = types.ModuleType('arpo_sandbox'); package.__path__ = [sys.argv[1]]; sys.modules['arpo_sandbox'] = package; "
-    "from arpo_sandbox.{module} import {function}; {function}({argument})"
-)
-_PROBE_SECONDS = 60.0
+"""Weakest first."""
+LOCAL_LEVELS: tuple[Level, ...] = ("namespaces", "landlock", "process")
+"""Those of the local sandbox, in the order in which they are tried."""
+LEVEL_VARIABLE = "ARPO_SANDBOX_LEVEL"
+"""Environment variable that asks the local sandbox for exactly one level, for instance to try code at a weaker one."""
 
 
 class SandboxError(RuntimeError):
@@ -66,18 +66,24 @@ class IsolationReport:
     level: Level
     missing: Mapping[str, str]
     """Guarantee -> why it does not hold here."""
+    refused: Mapping[Level, str] = field(default_factory=dict)
+    """Stronger level -> why this machine does not give it, and what would."""
 
     guarantees = (
         "host files unreadable",
         "host files unwritable",
+        "modes, owners and times of host files fixed",
         "no network",
         "no unix sockets of the host",
+        "host processes invisible",
         "host processes cannot be signalled",
+        "host processes cannot be traced",
+        "environment variables of the host hidden",
+        "sessions cannot reach each other",
         "processes counted per session",
         "disk use limited",
         "absolute paths private to a copy",
         "memory, file size, open files, CPU and wall time limited",
-        "environment variables of the host hidden",
     )
     """All guarantees that are reported, kept or missing."""
 
@@ -90,37 +96,107 @@ class IsolationReport:
         lines = [f"sandbox isolation level: {self.level}"]
         lines += [f"  yes  {name}" for name in self.kept]
         lines += [f"  NO   {name}: {reason}" for name, reason in self.missing.items()]
+        lines += [f"  level {level} is not to be had: {reason}" for level, reason in self.refused.items()]
         return "\n".join(lines)
 
 
-def report_of(isolation: Mapping[str, str]) -> IsolationReport:
-    """The report for what the guest side says it could do (``user`` and ``network``: the empty string, or why not)."""
-    own_files = "cells run with this user's rights to files"
-    missing = {"host files unreadable": own_files, "host files unwritable": own_files}
-    if isolation["network"]:
-        missing["no network"] = f"the kernel gave no network namespace ({isolation['network']})"
-    missing["no unix sockets of the host"] = "a socket that has a path is reached through the file system"
-    missing["host processes cannot be signalled"] = "cells run as this user"
-    if isolation["user"]:
-        missing["processes counted per session"] = f"the kernel gave no user namespace ({isolation['user']})"
-    elif os.getuid() == 0:
-        missing["processes counted per session"] = "RLIMIT_NPROC does not bind the root user: run as another user"
-    if isolation["user"]:
-        missing["environment variables of the host hidden"] = "without a user namespace /proc shows them to every process of this user"
-    missing["disk use limited"] = "the session's directory is an ordinary one; only the size of one file is limited"
-    missing["absolute paths private to a copy"] = "an absolute path that was saved before the fork names the parent's file; relative paths are safe"
-    return IsolationReport(level="process", missing=missing)
+def report_of(level: Level, facts: Mapping[str, str]) -> IsolationReport:
+    """The report for what the guest side says it could do (``user``, ``network``, ``seccomp``, ``signals``: the empty string, or why not)."""
+    return IsolationReport(level=level, missing=_MISSING[level](facts))
+
+
+def _missing_process(facts: Mapping[str, str]) -> dict[str, str]:
+    own_rights = "cells run with this user's rights"
+    missing = {"host files unreadable": own_rights, "host files unwritable": own_rights, _MODES: own_rights}
+    if facts["seccomp"]:
+        if facts["network"]:
+            missing["no network"] = f"the kernel gave neither a seccomp filter ({facts['seccomp']}) nor a network namespace ({facts['network']})"
+        missing["no unix sockets of the host"] = f"without a seccomp filter ({facts['seccomp']}) they are reached through the file system"
+    missing["host processes invisible"] = "cells see the host's /proc"
+    missing["host processes cannot be signalled"] = missing["sessions cannot reach each other"] = own_rights
+    if facts["user"]:
+        reason = f"the kernel gave no user namespace ({facts['user']}): /proc shows memory and environment of this user's processes"
+        missing["host processes cannot be traced"] = missing["environment variables of the host hidden"] = reason
+    return missing | _ON_HOST
+
+
+def _missing_landlock(facts: Mapping[str, str]) -> dict[str, str]:
+    missing = {_MODES: "Landlock does not cover chmod, chown and utime of files that this user owns"}
+    missing["host processes invisible"] = "cells see the host's /proc (names and arguments of processes, not their memory or environment)"
+    if facts["signals"]:
+        missing["host processes cannot be signalled"] = missing["sessions cannot reach each other"] = facts["signals"]
+    return missing | _ON_HOST
+
+
+_MODES = "modes, owners and times of host files fixed"
+_ON_HOST = {
+    "disk use limited": "the session's directory is an ordinary one; only the size of one file is limited",
+    "absolute paths private to a copy": "an absolute path that was saved before the fork names the parent's file; relative paths are safe",
+}
+_MISSING: Mapping[Level, Callable[[Mapping[str, str]], dict[str, str]]] = {
+    "process": _missing_process,
+    "landlock": _missing_landlock,
+    "namespaces": lambda facts: {},
+}
+
+_FIXES = (
+    ("unshare", "EPERM", "Docker: --security-opt seccomp=unconfined (and apparmor=unconfined); Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0; "
+     "Debian before 11: sysctl kernel.unprivileged_userns_clone=1"),
+    ("unshare", "ENOSPC", "sysctl user.max_user_namespaces and user.max_pid_namespaces must be above 0"),
+    ("unshare", "EINVAL", "the kernel was built without a kind of namespace"),
+    ("mount(proc", "EPERM", "the container hides parts of /proc. Docker: --security-opt systempaths=unconfined"),
+    ("mount", "EPERM", "Docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined"),
+    ("mount", "EACCES", "AppArmor or SELinux denies it. Docker: --security-opt apparmor=unconfined"),
+    ("mount_setattr", "ENOSYS", "Linux 5.12 or later has it"),
+    ("landlock", "ENOSYS", "Linux 5.13 or later has it; an old container runtime hides it"),
+    ("landlock", "EOPNOTSUPP", "boot with landlock in the lsm= list"),
+)  # fmt: skip
+"""Call, errno, and what to change. The first that fits is shown."""
+
+
+def _with_fix(reason: str) -> str:
+    """``reason``, and how to change it where that is known."""
+    fix = next((fix for call, code, fix in _FIXES if call in reason and code in reason), "")
+    return f"{reason}. To change that: {fix}" if fix else reason
 
 
 @functools.cache
-def probe() -> IsolationReport:
-    """What the sandbox protects on this machine, found by trying it in a process of its own. ``IsolationError`` where it cannot run at all."""
+def _try(level: Level) -> IsolationReport | str:
+    """Start a sandbox of this level, with a session and a copy of it: its report, or why it does not work."""
+    from .pool import Pool  # it needs this file
+
+    try:
+        with Pool(level=level) as pool, pool.session() as session, session.fork() as copy:
+            for made in (session, copy):
+                cell = made.exec("1 + 1", timeout=_TRIAL_SECONDS)
+                if cell.result != "2":
+                    return f"a cell in it gave {cell}"
+            return pool.report
+    except SandboxError as error:
+        return _with_fix(str(error).removeprefix("the sandbox did not start: "))
+
+
+_TRIAL_SECONDS = 60.0
+
+
+def probe(level: Level | None = None) -> IsolationReport:
+    """What the sandbox protects on this machine, found by trying the levels in processes of their own, strongest first; once a process.
+
+    ``level`` (or, where it is None, the environment variable :data:`LEVEL_VARIABLE`) tries that one alone. ``IsolationError`` where none works.
+    """
     if not sys.platform.startswith("linux"):
         raise IsolationError(f"the local Python sandbox needs Linux (fork with namespaces and /proc), got {sys.platform!r}")
-    done = subprocess.run(guest_command("isolate", "probe"), env=guest_environment(), capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
-    if done.returncode != 0:
-        raise IsolationError(f"the sandbox cannot start here: {done.stderr.strip()[-500:] or f'exit status {done.returncode}'}")
-    return report_of(json.loads(done.stdout))
+    wanted = level or os.environ.get(LEVEL_VARIABLE) or None
+    if wanted is not None and wanted not in LOCAL_LEVELS:
+        raise ValueError(f"the local sandbox has the levels {', '.join(LOCAL_LEVELS)}; asked for (by {LEVEL_VARIABLE} or an argument) was {wanted!r}")
+    refused: dict[Level, str] = {}
+    for candidate in LOCAL_LEVELS if wanted is None else (wanted,):
+        found = _try(candidate)
+        if isinstance(found, IsolationReport):
+            return dataclasses.replace(found, refused=refused)
+        refused[candidate] = found
+    reasons = "\n".join(f"{name}: {reason}" for name, reason in refused.items())
+    raise IsolationError(f"the sandbox cannot start here at isolation level {wanted or 'process'!r}:\n{reasons}")
 
 
 def require(level: Level) -> IsolationReport:
@@ -138,28 +214,9 @@ _warned = threading.Event()
 
 def warn_once(report: IsolationReport) -> None:
     """One :class:`IsolationWarning` a process when the level is weaker than full namespaces. It says exactly what is not protected."""
-    if report.level == LEVELS[-1] or _warned.is_set():
+    if LEVELS.index(report.level) >= LEVELS.index("namespaces") or _warned.is_set():
         return
     _warned.set()
     gaps = "; ".join(f"{name}: {reason}" for name, reason in report.missing.items())
     text = f"code of the model runs at isolation level {report.level!r}. Not protected: {gaps}. Pass require='process' to accept this without a warning."
     warnings.warn(text, IsolationWarning, stacklevel=3)
-
-
-def guest_command(module: str, function: str, argument: str = "", extra: tuple[str, ...] = ()) -> list[str]:
-    """The command that runs ``function`` of a guest file under this interpreter, with this directory as a package and without the rest of ``arpo_env``.
-
-    ``-s -P`` and the clean environment give what ``-I`` gives, and leave PYTHONHASHSEED in force: sets print in the same order in every run.
-    """
-    if not sys.executable:
-        raise IsolationError("sys.executable is empty: the sandbox needs a Python interpreter to start")
-    boot = _BOOT.format(module=module, function=function, argument=argument)
-    return [sys.executable, "-s", "-P", "-c", boot, GUEST_ROOT, *extra]
-
-
-def guest_environment() -> dict[str, str]:
-    """The whole environment of the guest: nothing of the host's, so no keys and tokens, but where its libraries lie."""
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    threads = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # a process that forks has one thread
-    python = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1"}
-    return {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "MPLBACKEND": "Agg", **kept, **threads, **python}

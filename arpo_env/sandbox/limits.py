@@ -22,13 +22,16 @@ class Limits:
     """MiB of memory above what the interpreter and the modules imported in advance use. Beyond: MemoryError in the cell."""
     file_mb: int = 256
     """MiB of one written file. Beyond: OSError in the cell."""
+    disk_mb: int = 1024
+    """MiB of all files of one session with all its copies, at the level ``namespaces`` (they are in memory there). Beyond: OSError in the cell."""
     open_files: int = 1024
     """Open descriptors. At least 1024: the worker keeps its own at 1000 and 1001."""
     processes: int = 256
-    """Processes of one session with all its copies, where the kernel counts them per session (own user namespace, not as root)."""
+    """Processes of one session with all its copies. Beyond: OSError in the cell, or, where the kernel does not count them per session, its end within a
+    fraction of a second."""
 
     def __post_init__(self) -> None:
-        for name, least in (("memory_mb", 16), ("file_mb", 1), ("open_files", 1024), ("processes", 8)):
+        for name, least in (("memory_mb", 16), ("file_mb", 1), ("disk_mb", 1), ("open_files", 1024), ("processes", 8)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 

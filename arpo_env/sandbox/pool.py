@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import itertools
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
 import threading
 import weakref
-from time import monotonic, sleep
-from typing import Self
+from collections.abc import Mapping
+from time import monotonic
+from typing import Any, Self
 
-from . import proctree
+from . import guest, proctree
 from .branch import Branch
-from .isolation import IsolationReport, SandboxError, guest_command, guest_environment, probe, report_of
+from .isolation import IsolationReport, Level, SandboxError, probe, report_of
 from .limits import Limits
+from .lineage import Lineage
+from .roots import Root
 from .session import Session, open_session
+from .watchdog import Watchdog
 from .wire import PROTOCOL, Channel
 
 _START_SECONDS = 120.0
 _STOP_SECONDS = 10.0
-_STATUS_SECONDS = 0.5
 
 _every_pool: weakref.WeakSet[Pool] = weakref.WeakSet()
 
@@ -33,64 +34,69 @@ _every_pool: weakref.WeakSet[Pool] = weakref.WeakSet()
 class Pool:
     """A zygote with the sessions that came from it. Thread-safe."""
 
-    def __init__(self, imports: tuple[str, ...] = (), limits: Limits | None = None):
-        """Start the zygote and wait until it has imported ``imports``. ``SandboxError`` when it does not come up."""
-        probe()
+    def __init__(self, imports: tuple[str, ...] = (), limits: Limits | None = None, *, level: Level | None = None):
+        """Start the zygote and wait until it has imported ``imports``. ``SandboxError`` when it does not come up.
+
+        ``level`` asks for exactly this isolation level; ``None`` takes what :func:`~arpo_env.sandbox.isolation.probe` found.
+        """
+        promised = probe() if level is None else None
+        self.level: Level = promised.level if promised is not None else level or "process"
         self.imports, self.limits = imports, limits or Limits()
         self.living: set[int] = set()
         self.branches: set[Branch] = set()
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._host = os.getpid()
-        self._exits_lock = threading.Lock()
-        self._statuses: dict[int, int] = {}
-        self._partial = b""
-        self._root = tempfile.mkdtemp(prefix="arpo-sandbox-")
+        self._watchdog: Watchdog | None = None
+        self.root = None if self.level == "namespaces" else Root()
+        """The directory that holds the sessions' files; None where they are in the sandbox's own file system."""
         self._process: subprocess.Popen[bytes] | None = None
-        self._exits, far_exits = os.pipe()
-        os.set_blocking(self._exits, False)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channel = Channel(ours)
         _every_pool.add(self)
         try:
-            with theirs:
-                self._process = self._spawn(theirs.fileno())
-            self._start(far_exits)
+            with tempfile.TemporaryFile() as log:
+                with theirs:
+                    self._process = self._spawn(theirs.fileno(), log.fileno())
+                hello = self._greet(log.fileno())
         except OSError as error:
             self.close()
             raise SandboxError(f"the sandbox did not start: {error}") from error
         except BaseException:
             self.close()
             raise
-        finally:
-            os.close(far_exits)
+        own = report_of(self.level, hello["facts"])
+        self.report: IsolationReport = own if promised is None else dataclasses.replace(own, refused=promised.refused)
+        self.missing_imports: dict[str, str] = hello["missing"]
+        if not hello["facts"]["counted"]:
+            self._watchdog = Watchdog(self)
 
-    def _spawn(self, control: int) -> subprocess.Popen[bytes]:
-        with open(os.path.join(self._root, "zygote.log"), "wb") as log:
-            return subprocess.Popen(
-                guest_command("zygote", "main", "int(sys.argv[2])", (str(control),)),
-                env=guest_environment() | {"HOME": self._root},
-                cwd=self._root,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(control,),
-                start_new_session=True,  # Ctrl-C in a terminal is the host's
-            )
+    def _spawn(self, control: int, log: int) -> subprocess.Popen[bytes]:
+        home = "/" if self.root is None else self.root.path
+        return subprocess.Popen(
+            guest.command(control),
+            env=guest.environment() | {"HOME": home},
+            cwd=home,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(control,),
+            start_new_session=True,  # Ctrl-C in a terminal is the host's
+        )
 
-    def _start(self, far_exits: int) -> None:
+    def _greet(self, log: int) -> Mapping[str, Any]:
         deadline = monotonic() + _START_SECONDS
-        setup = {"op": "setup", "protocol": PROTOCOL, "imports": self.imports, "limits": dataclasses.asdict(self.limits), "root": self._root}
+        root = "" if self.root is None else self.root.path
+        setup = {"op": "setup", "protocol": PROTOCOL, "level": self.level, "imports": self.imports, "limits": dataclasses.asdict(self.limits), "root": root}
         try:
-            self._channel.send(setup, (far_exits,), deadline=deadline)
+            self._channel.send(setup, deadline=deadline)
             hello, _ = self._channel.receive(deadline=deadline)
         except (EOFError, OSError) as error:
-            with open(os.path.join(self._root, "zygote.log"), errors="replace") as log:
-                raise SandboxError(f"the sandbox did not start: {error}\n{log.read()[-1000:]}".rstrip()) from None
+            said = os.pread(log, 1 << 20, 0).decode("utf-8", "replace")
+            raise SandboxError(f"the sandbox did not start: {error}\n{said[-1000:]}".rstrip()) from None
         if hello["op"] != "hello" or hello["protocol"] != PROTOCOL:
             raise SandboxError(f"the sandbox did not start: {hello.get('reason', hello)}")
-        self.report: IsolationReport = report_of(hello["isolation"])
-        self.missing_imports: dict[str, str] = hello["missing"]
+        return hello
 
     @property
     def pid(self) -> int:
@@ -119,46 +125,23 @@ class Pool:
                 raise SandboxError("the sandbox's parent process is gone")
             return open_session(self, self._channel)
 
-    def new_branch(self) -> Branch:
+    def new_lineage(self) -> Lineage:
+        """Channels for a new keeper."""
+        return Lineage(str(next(self._numbers)))
+
+    def new_branch(self, lineage: Lineage) -> Branch:
         """Channels and the name of a directory for a new worker."""
-        branch = Branch(self, os.path.join(self._root, str(next(self._numbers))))
+        branch = Branch(self, lineage, next(self._numbers))
         self.branches.add(branch)
         return branch
-
-    def admit(self, pid: int) -> None:
-        """A new worker has the number ``pid``; a report under it is about an earlier process."""
-        self.living.add(pid)
-        with self._exits_lock:
-            self._read_exits()  # also keeps the pipe from filling up
-            self._statuses.pop(pid, None)
-
-    def exit_status(self, pid: int) -> int | None:
-        """How the worker ``pid`` ended (as from ``os.waitpid``): reported by the process that reaped it, or read while nobody has. None when not known."""
-        deadline = monotonic() + _STATUS_SECONDS
-        while monotonic() < deadline:
-            entry = proctree.stat(pid)  # before the reports: reaped between the two, it is in the reports
-            with self._exits_lock:
-                self._read_exits()
-                if pid in self._statuses:
-                    return self._statuses.pop(pid)
-            if entry is not None and entry.state == "Z" and entry.exit_status:
-                return entry.exit_status
-            sleep(0.002)
-        return None
-
-    def _read_exits(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._exits, 1 << 16):
-                *lines, self._partial = (self._partial + data).split(b"\n")
-                self._statuses.update((int(pid), int(status)) for pid, status in (line.split() for line in lines))
-        while len(self._statuses) > 1000:
-            del self._statuses[next(iter(self._statuses))]
 
     def close(self) -> None:
         """End all sessions and the zygote. Idempotent."""
         self._channel.close()
         if not self.owned:
             return
+        if self._watchdog is not None:
+            self._watchdog.stop()
         if self._process is not None:
             try:
                 self._process.wait(_STOP_SECONDS)
@@ -168,10 +151,8 @@ class Pool:
                 self._process.wait()
         for branch in list(self.branches):
             branch.free()
-        if self._exits >= 0:
-            os.close(self._exits)
-            self._exits = -1
-        shutil.rmtree(self._root, ignore_errors=True)
+        if self.root is not None:
+            self.root.remove()
 
     def __enter__(self) -> Self:
         return self
@@ -184,6 +165,7 @@ class Pool:
         self._channel.close()
         for branch in list(self.branches):
             branch.channel.close()
+            branch.lineage.disown()
 
 
 _pools: dict[tuple[tuple[str, ...], Limits], Pool] = {}

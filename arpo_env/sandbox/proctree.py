@@ -33,6 +33,13 @@ def stat(pid: int) -> ProcessStat | None:
     return ProcessStat(state=fields[0].decode(), parent=int(fields[1]), session=int(fields[3]), exit_status=int(fields[49]))
 
 
+def pid_of(pidfd: int) -> int | None:
+    """The number that the process behind ``pidfd`` has here, whatever number it has in its own PID namespace. None when it has ended."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as file:
+        number = next((int(line.split()[1]) for line in file if line.startswith("Pid:")), -1)
+    return number if number > 0 else None
+
+
 def children(pid: int) -> list[int]:
     """The pids of the children of all threads of ``pid``, zombies included; empty when it is gone."""
     found: list[int] = []
@@ -56,11 +63,13 @@ def _all_pids() -> Iterator[int]:
 def descendants(pid: int, keep: Collection[int] = ()) -> list[int]:
     """Living processes below ``pid``; those in ``keep`` and all below them are left out."""
     found: list[int] = []
+    seen = set(keep)
     queue = children(pid)
     while queue:
         child = queue.pop()
-        if child in keep or child in found:
+        if child in seen:
             continue
+        seen.add(child)
         entry = stat(child)
         if entry is not None and entry.state not in "ZX":
             found.append(child)

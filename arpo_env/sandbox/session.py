@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from .branch import Branch
 from .isolation import ForkRefused, SandboxError, SessionLost
+from .lineage import Lineage
 from .text import HeadTail
 from .watch import GRACE, CellResult, Watch
 from .wire import Channel, Message
@@ -61,7 +62,7 @@ class Session:
 
     @property
     def directory(self) -> str:
-        """Where the session's files lie on the host: ``work`` (its current directory at the start) and ``tmp``."""
+        """Where the session's files lie, seen from the host: ``work`` (its current directory at the start) and ``tmp``."""
         return self._branch.directory
 
     @property
@@ -93,9 +94,9 @@ class Session:
         """
         with self._lock:
             self._check()
-            branch = self._branch.pool.new_branch()
+            branch = self._branch.pool.new_branch(self._branch.lineage)
             try:
-                _ask(self._branch.channel, {"op": "fork", "dir": branch.directory}, branch)
+                _ask(self._branch.channel, {"op": "fork", "branch": branch.name}, branch)
             except (EOFError, OSError) as error:
                 branch.free()
                 self._lose(f"the interpreter ended while it was copied ({error})")
@@ -124,7 +125,7 @@ class Session:
         if not self._branch.pool.owned:
             raise SandboxError("the session belongs to the process that this one was forked from; make a new one here")
         if not self._lost and not self._branch.alive:
-            self._lose("the interpreter ended between two calls")
+            self._lose(self._branch.killed_for or "the interpreter ended between two calls")
         if self._lost:
             raise SessionLost(self._lost)
 
@@ -135,9 +136,10 @@ class Session:
 
 def open_session(pool: Pool, control: Channel) -> Session:
     """A fresh session from the zygote behind ``control``; the caller holds the zygote's lock."""
-    branch = pool.new_branch()
+    lineage = pool.new_lineage()
+    branch = pool.new_branch(lineage)
     try:
-        _ask(control, {"op": "session", "dir": branch.directory}, branch)
+        _ask(control, {"op": "session", "session": lineage.name, "branch": branch.name}, branch, lineage)
     except (EOFError, OSError) as error:
         branch.free()
         raise SandboxError(f"the sandbox's parent process is gone ({error})") from None
@@ -147,13 +149,15 @@ def open_session(pool: Pool, control: Channel) -> Session:
     return Session(branch)
 
 
-def _ask(parent: Channel, message: Message, branch: Branch) -> None:
-    """Have ``parent`` fork a process for ``branch`` and wait until both have answered."""
+def _ask(parent: Channel, message: Message, branch: Branch, lineage: Lineage | None = None) -> None:
+    """Have ``parent`` fork a process for ``branch``, and first a keeper for ``lineage`` if it is a new one, and wait until both sides have answered."""
     deadline = monotonic() + _ANSWER_SECONDS
     try:
-        parent.send(message, branch.far_ends, deadline=deadline)
+        parent.send(message, (*(lineage.far_ends if lineage else ()), *branch.far_ends), deadline=deadline)
     finally:
         branch.close_far_ends()
+        if lineage is not None:
+            lineage.close_far_ends()
     answer, _ = parent.receive(deadline=deadline)
     if answer["op"] == "refused":
         raise ForkRefused(f"this session cannot be forked now: {answer['reason']}")

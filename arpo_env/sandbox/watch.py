@@ -64,8 +64,11 @@ class Watch:
             if self.output.total > FLOOD and not self.stopped:
                 self._interrupt("output")
             if self.branch.channel.fileno() in ready and (found := self.branch.channel.receive_now()) is not None:
+                message, fds = found
+                for fd in fds:  # none is due, but a cell may write to the socket
+                    os.close(fd)
                 self.drain()
-                return self._finish(found[0])
+                return self._finish(message)
             if self.branch.pidfd in ready:
                 return self.died()
 
@@ -92,6 +95,8 @@ class Watch:
                 return
 
     def _finish(self, message: Message) -> CellResult:
+        if message.keys() < {"status", "result", "error"}:
+            raise EOFError(f"the answer to a cell lacks fields: {sorted(message)}: not our protocol")
         output, error = self.output.text(), message["error"] or ""
         if self.stopped:
             return CellResult(status="timeout" if self.stopped == "time" else "limit", output=output, error=f"{error}\n{self._why()}".lstrip())
@@ -115,7 +120,9 @@ class Watch:
     def died(self) -> CellResult:
         """The result of a cell whose process has ended."""
         self.drain()
-        code = self.branch.pool.exit_status(self.branch.pid)
+        if self.branch.killed_for:
+            return CellResult(status="limit", output=self.output.text(), error=self.branch.killed_for, kept=False)
+        code = self.branch.lineage.exit_status(self.branch.inner_pid, self.branch.pid)
         self.branch.kill()
         status: Status = "limit" if code is not None and os.WIFSIGNALED(code) and os.WTERMSIG(code) == signal.SIGXCPU else "died"
         return CellResult(status=status, output=self.output.text(), error=f"the interpreter ended ({_ending(code)})", kept=False)

@@ -3,16 +3,18 @@
 Both sides use this file. The guest loads it without the rest of ``arpo_env``, so it needs the standard library alone, and it holds its own references to
 what it calls: a cell that assigns to ``json.dumps`` changes nothing here.
 
-Messages, protocol 1 (``op`` names the message):
+Messages, protocol 2 (``op`` names the message):
 
 ==================  =====================================================================  ==================================================
 sender to receiver  message                                                                answer
 ==================  =====================================================================  ==================================================
-host to zygote      ``setup`` protocol, imports, limits, root; 1 fd (exit reports)         ``hello`` protocol, pid, isolation, missing
-host to zygote      ``session`` dir; 2 fds (control, output)                               ``forked`` pid | ``failed`` reason
+host to zygote      ``setup`` protocol, level, imports, limits, root                       ``hello`` protocol, facts, missing | ``failed`` reason
+host to zygote      ``session`` session, branch; 4 fds (keeper's control, exit reports,    ``forked`` | ``failed`` reason
+                    worker's control, output)
+host to keeper      ``gone`` branch                                                        none: its directory is removed
 host to worker      ``exec`` code, cpu, limit                                              ``result`` status, result, error, interrupted
-host to worker      ``fork`` dir; 2 fds (control, output)                                  ``forked`` pid | ``refused`` reason | ``failed`` reason
-new worker to host  (first message on its own socket)                                      ``hello`` protocol, pid | ``failed`` reason
+host to worker      ``fork`` branch; 2 fds (control, output)                               ``forked`` | ``refused`` reason | ``failed`` reason
+new worker to host  (first message on its own socket; 1 fd, its pidfd)                     ``hello`` protocol, pid | ``failed`` reason
 ==================  =====================================================================  ==================================================
 
 End of file on any socket means that the other side is gone: the receiver ends too, with everything below it.
@@ -29,7 +31,7 @@ from json import dumps, loads
 from time import monotonic
 from typing import Any
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME = 64 << 20
 MAX_FDS = 4
 _HEADER = struct.Struct(">I")
@@ -102,7 +104,10 @@ class Channel:
         end = _HEADER.size + length
         if len(self._buffer) < end:
             return None
-        message = loads(self._buffer[_HEADER.size : end])
+        try:
+            message = loads(self._buffer[_HEADER.size : end])
+        except (ValueError, RecursionError) as error:
+            raise EOFError(f"a message must be JSON ({error}): not our protocol") from None
         del self._buffer[:end]
         if not isinstance(message, dict):
             raise EOFError(f"a message must be a JSON object, got {type(message).__name__}: not our protocol")

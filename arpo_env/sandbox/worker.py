@@ -19,13 +19,14 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from . import isolate, limits, proctree, workdir
+from . import isolate, kernel, limits, proctree, workdir
 from .cell import Cells, format_error
+from .isolate import Home
 from .limits import Limits
+from .reaper import EXITS_FD, reap
 from .wire import PROTOCOL, Channel, Message
 
 CONTROL_FD = 1000
-EXITS_FD = 1001
 SEED = 0
 """Every session starts with this seed in ``random`` and in numpy's global generator: the same cells print the same numbers."""
 
@@ -37,8 +38,8 @@ class Worker:
 
     memory: limits.MemoryLimit
 
-    def __init__(self, directory: str):
-        self.directory = directory
+    def __init__(self, level: isolate.Process, home: Home):
+        self.level, self.home = level, home
         # The cells' own copy of the builtins: a cell that assigns to builtins.len changes len for cells, not for this loop or the library.
         own_builtins = types.ModuleType("builtins")
         own_builtins.__dict__.update(vars(builtins))
@@ -62,12 +63,14 @@ class Worker:
         self.pid = os.getpid()
         self.copies = set()
         try:
-            isolate.become_subreaper()
+            kernel.become_subreaper()
             prepare()
         except BaseException as error:
-            self.channel.send({"op": "failed", "reason": f"{type(error).__name__}: {error}"})
+            self.channel.send({"op": "failed", "reason": kernel.reason(error)})
             os._exit(1)
-        self.channel.send({"op": "hello", "protocol": PROTOCOL, "pid": self.pid})
+        own = os.pidfd_open(self.pid)  # by a number the host could not find us: it may see another PID namespace
+        self.channel.send({"op": "hello", "protocol": PROTOCOL, "pid": self.pid}, (own,))
+        os.close(own)
 
     def serve(self) -> None:
         """Answer messages until the other side is gone; never returns."""
@@ -77,7 +80,7 @@ class Worker:
                 if message["op"] == "exec":
                     self._exec(message["code"], message["limit"], message["cpu"])
                 else:
-                    self._fork(message["dir"], *fds)
+                    self._fork(message["branch"], *fds)
         except EOFError:
             os._exit(0)
         except BaseException:  # user code broke what the loop stands on
@@ -148,7 +151,7 @@ class Worker:
 
     # -- copies ---------------------------------------------------------------------------------------------------------------------------------------
 
-    def _fork(self, directory: str, control: int, output: int) -> None:
+    def _fork(self, branch: str, control: int, output: int) -> None:
         """Fork; the copy goes on in :meth:`serve` with channels and files of its own."""
         names = _threads()
         if names:
@@ -159,16 +162,19 @@ class Worker:
         try:
             pid = os.fork()
         except OSError as error:
-            self._answer_fork({"op": "failed", "reason": f"fork: {error}"}, control, output)
+            self._answer_fork({"op": "failed", "reason": f"fork: {kernel.reason(error)}"}, control, output)
             return
         if pid:
             self.copies.add(pid)
-            self._answer_fork({"op": "forked", "pid": pid}, control, output)
+            self._answer_fork({"op": "forked"}, control, output)
             return
         _random.setstate(state)
-        old, self.directory = self.directory, directory
         self.channel.close()
-        self.settle(lambda: workdir.adopt(old, directory, {0, 1, 2, CONTROL_FD, EXITS_FD}), control, output)
+        self.settle(lambda: self._move(self.level.home(branch)), control, output)
+
+    def _move(self, home: Home) -> None:
+        old, self.home = self.home, home
+        workdir.adopt(old, home, {0, 1, 2, CONTROL_FD, EXITS_FD}, lambda: self.level.enter_branch(home, copy=True))
 
     def _answer_fork(self, message: Message, *fds: int) -> None:
         for fd in fds:
@@ -176,34 +182,25 @@ class Worker:
         self.channel.send(message)
 
 
-def start(directory: str, settings: Limits, isolation: dict[str, str], control: int, output: int) -> None:
-    """Turn this process, a fresh fork of the zygote, into a session; never returns."""
-    own_users = not isolation["user"]
+def start(level: isolate.Process, branch: str, settings: Limits, control: int, output: int) -> None:
+    """Turn this process, a fresh fork of the keeper, into a session; never returns."""
+    home = level.home(branch)
 
     def prepare() -> None:
-        workdir.create(directory)
-        if own_users:
-            isolate.enter_user_namespace()  # a process count of its own
-        worker.memory = limits.apply(settings, count_processes=own_users)
+        level.fill(home)
+        level.enter_branch(home, copy=False)
+        workdir.enter(home.view)
+        worker.memory = limits.apply(settings, count_processes=level.counts_processes)
+        level.lock(home)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path.insert(0, "")
     random.seed(SEED)
     if "numpy.random" in sys.modules:  # the zygote imported numpy
         sys.modules["numpy.random"].seed(SEED)
-    worker = Worker(directory)
+    worker = Worker(level, home)
     worker.settle(prepare, control, output)
     worker.serve()
-
-
-def reap(pid: int) -> None:
-    """Wait for the ended child ``pid`` and report how it ended."""
-    try:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            os.write(EXITS_FD, f"{pid} {status}\n".encode())
-    except OSError:  # nobody reads the reports, or a cell closed the descriptor: a report is only a courtesy
-        pass
 
 
 def _threads() -> list[str]:

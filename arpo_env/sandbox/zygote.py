@@ -1,4 +1,4 @@
-"""The process that all sessions are forked from: modules imported once, namespaces entered once, one thread. Guest side, standard library only.
+"""The process that all sessions are forked from: modules imported once, isolation entered once, one thread. Guest side, standard library only.
 
 Started by exec, never by fork: the host may hold threads, locks and CUDA contexts. It runs no user code and is idle between requests, so it notices at once
 when the host is gone, and then ends every process below it.
@@ -10,14 +10,14 @@ import contextlib
 import gc
 import importlib
 import os
-import shutil
 import signal
 import socket
 import sys
 import threading
 
-from . import isolate, proctree, worker
+from . import isolate, keeper, kernel
 from .limits import Limits
+from .reaper import reap_all
 from .wire import PROTOCOL, Channel, Message
 
 
@@ -27,56 +27,48 @@ def main(control: int) -> None:
     sys.argv = [""]
     os.umask(0o077)
     channel = Channel(socket.socket(fileno=control))
-    setup, (exits,) = channel.receive()
-    os.dup2(exits, worker.EXITS_FD, inheritable=False)
-    os.close(exits)
-    os.set_blocking(worker.EXITS_FD, False)
+    setup, _ = channel.receive()
+    settings = Limits(**setup["limits"])
+    level = isolate.LEVELS[setup["level"]](setup["root"], settings.disk_mb)
     try:
         if setup["protocol"] != PROTOCOL:
             raise RuntimeError(f"the host speaks protocol {setup['protocol']}, this file speaks {PROTOCOL}")
-        isolate.become_subreaper()
-        isolation = isolate.isolate()
+        level.enter_pool(setup["imports"])
         missing = _import(setup["imports"])
-        signal.signal(signal.SIGCHLD, _reap)
+        signal.signal(signal.SIGCHLD, reap_all)
         _open_streams()
         gc.collect()
         gc.freeze()  # a collection in a worker then leaves the pages of the imported modules shared
-        channel.send({"op": "hello", "protocol": PROTOCOL, "pid": os.getpid(), "isolation": isolation, "missing": missing})
-        _serve(channel, Limits(**setup["limits"]), isolation)
+        facts = {**level.facts, "counted": level.counts_processes}
+        channel.send({"op": "hello", "protocol": PROTOCOL, "facts": facts, "missing": missing})
+        _serve(channel, level, settings)
     except EOFError:
         pass
     except Exception as error:
-        channel.send({"op": "failed", "reason": f"{type(error).__name__}: {error}"})
+        channel.send({"op": "failed", "reason": kernel.reason(error)})
     finally:
-        proctree.kill_descendants(os.getpid())
-        shutil.rmtree(setup["root"], ignore_errors=True)
+        level.end_pool()
         os._exit(0)
 
 
-def _serve(channel: Channel, settings: Limits, isolation: dict[str, str]) -> None:
+def _serve(channel: Channel, level: isolate.Process, settings: Limits) -> None:
     while True:
         message, fds = channel.receive()
         try:
-            pid = os.fork()
+            pid = level.fork()
         except OSError as error:
-            answer: Message = {"op": "failed", "reason": f"fork: {error}"}
+            answer: Message = {"op": "failed", "reason": kernel.reason(error)}
         else:
             if pid == 0:
                 try:
                     channel.close()
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    worker.start(message["dir"], settings, isolation, *fds)
+                    keeper.start(level, settings, message, *fds)
                 finally:
                     os._exit(1)
-            answer = {"op": "forked", "pid": pid}
+            answer = {"op": "forked"}
         for fd in fds:
             os.close(fd)
         channel.send(answer)
-
-
-def _reap(*_: object) -> None:
-    for pid in proctree.children(os.getpid()):
-        worker.reap(pid)
 
 
 def _import(names: list[str]) -> dict[str, str]:
