@@ -96,6 +96,8 @@ class ForeignEnv(ForkableEnv):
 
     parts: ClassVar[tuple[str, ...]] = ()
     """Names of the parts of the reward."""
+    isolation: str = ""
+    """Level (:data:`arpo_env.sandbox.isolation.LEVELS`) at which the library runs the policy's code; "" where it runs none."""
     shared: ClassVar[frozenset[str]] = ForkableEnv.shared | {"telemetry", "stop_strings", "error_reward", "fork_support", "draws", "_start"}
 
     def __init__(self, *, forks: Forks, draws: Draws, stop_strings: Sequence[str], error_reward: float | None) -> None:
@@ -150,11 +152,16 @@ class ForeignEnv(ForkableEnv):
     @contextlib.contextmanager
     def _library(self) -> Iterator[None]:
         """Around a call of the library during an episode: its generators are this environment's, and what it raises ends the episode."""
-        with contextlib.nullcontext() if self.draws == "nothing" else self._generators.in_force(numpy=self.draws == "both"):
-            try:
-                yield
-            except Exception as error:
-                raise _LibraryFailed from error
+        with contextlib.nullcontext() if self.draws == "nothing" else self._generators.in_force(numpy=self.draws == "both"), self._foreign():
+            yield
+
+    @contextlib.contextmanager
+    def _foreign(self) -> Iterator[None]:
+        """Around a call of other code that is not ours during an episode: what it raises ends the episode."""
+        try:
+            yield
+        except Exception as error:
+            raise _LibraryFailed from error
 
     def _renew(self, make: Callable[[], Any]) -> Any:
         """A new environment of the library's, kept as this episode's; the former one is closed."""
@@ -236,9 +243,9 @@ class ForeignEnv(ForkableEnv):
 
     # -- forking -------------------------------------------------------------------------------------------------------------------------------------
 
-    def fork(self) -> Self:
+    def fork_many(self, n: int) -> list[Self]:
         try:
-            return super().fork()
+            return super().fork_many(n)
         except ForkError:
             raise
         except Exception as error:
@@ -283,7 +290,7 @@ class ForeignEnv(ForkableEnv):
             "scored": outcome.scored,
             "stop_reason": self._stop_reason,
             "task_id": self._task_id,
-            "isolation": "",
+            "isolation": self.isolation,
         }
 
 

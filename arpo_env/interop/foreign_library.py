@@ -67,6 +67,11 @@ def uses_numpy(part: object) -> bool:
     return bool({"np", "numpy"} & set(vars(sys.modules[type(part).__module__])))
 
 
+def defined_in(part: object, modules: tuple[str, ...]) -> bool:
+    """Whether the class of ``part`` is defined in one of the modules, or in a module of one of the packages."""
+    return f"{type(part).__module__}.".startswith(tuple(f"{module}." for module in modules))
+
+
 def load(module: str, extra: str) -> Any:
     """The module. ``ImportError`` names the extra to install; handlers that its import puts on the root logger are taken off again."""
     root = logging.getLogger()

@@ -24,18 +24,20 @@ from functools import partial
 from typing import Any
 
 from arpo_env.interop.foreign import Episodes, ForeignEnv, Forks, Message, Outcome
-from arpo_env.interop.foreign_library import ProcessGenerators, check_known, load, making, uses_numpy
+from arpo_env.interop.foreign_library import ProcessGenerators, check_known, defined_in, load, making, uses_numpy
 
 COPIED = (
-    "gem.envs.game_env.",
-    "gem.envs.reasoning_gym.",
-    "gem.envs.qa_env.",
-    "gem.tools.tool_env_wrapper.",
-    "gem.tools.python_code_tool.",
-    "gem.tools.search_tool.",
-    "gem.wrappers.episode_tracking_wrapper.",
+    "gem.envs.game_env",
+    "gem.envs.reasoning_gym",
+    "gem.envs.qa_env",
+    "gem.tools.tool_env_wrapper",
+    "gem.tools.python_code_tool",
+    "gem.tools.search_tool",
+    "gem.wrappers.episode_tracking_wrapper",
 )
 """Modules whose environments, wrappers and tools hold nothing but plain Python objects, so that a deepcopy is an independent copy."""
+RUN_CODE = ("gem.tools.python_code_tool", "gem.envs.code_env")
+"""Modules that run the policy's code, in processes of this machine that nothing but a time limit holds."""
 
 
 class GemEnv(ForeignEnv):
@@ -72,10 +74,12 @@ class GemEnv(ForeignEnv):
         self._name = env if isinstance(env, str) else getattr(env, "__name__", "gem")
         self.tasks = Episodes(self._name)
         self._prototype = self._made(self._make)
-        known = all(f"{type(part).__module__}.".startswith(COPIED) for part in _parts(self._prototype))
+        parts = _parts(self._prototype)
+        known = all(defined_in(part, COPIED) for part in parts)
+        self.isolation = "process" if any(defined_in(part, RUN_CODE) for part in parts) else ""
         super().__init__(
             forks=forks or ("copy" if known else "replay"),
-            draws="random" if known and not any(map(uses_numpy, _parts(self._prototype))) else "both",
+            draws="random" if known and not any(map(uses_numpy, parts)) else "both",
             stop_strings=stop_strings,
             error_reward=error_reward,
         )

@@ -22,9 +22,9 @@ What becomes of failures:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
@@ -60,7 +60,7 @@ class _Reading:
     reward: float | None
     done: bool
     truncated: bool
-    info: dict[str, Any] | None = dataclasses.field(default=None, compare=False)
+    info: dict[str, Any] | None = field(default=None, compare=False)
 
 
 class OpenEnvEnv(ForkableEnv):
@@ -125,7 +125,7 @@ class OpenEnvEnv(ForkableEnv):
         self._running, self._stop_reason = False, "not begun"  # until all below has succeeded
         start = {**(options or {}), "seed": int(self.np_random.integers(2**31)) if seed is None else seed}
         if isinstance(start.get("task"), Task):
-            start["task"] = {f.name: getattr(start["task"], f.name) for f in dataclasses.fields(Task)} | {"metadata": dict(start["task"].metadata)}
+            start["task"] = json.loads(start["task"].to_json())
         data = self._asked_to_reset(start)
         opening = self._read(data)
         self._server_forks = data["observation"].get("fork_support") if opening.info is not None else None
@@ -203,6 +203,8 @@ class OpenEnvEnv(ForkableEnv):
         info = observation.get("info")
         ours = isinstance(info, dict) and {"task_id", "stop_reason", "messages", "stop_strings"} <= info.keys()
         reward = data.get("reward")
+        if not (reward is None or isinstance(reward, int | float)):
+            raise Refused("BAD_ANSWER", f"expected a number or null as reward, got {reward!r:.200}")
         return _Reading(
             text=self.observation(observation),
             reward=None if reward is None else float(reward),

@@ -26,7 +26,6 @@ import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import fields
-from types import MappingProxyType
 from typing import Any
 
 import gymnasium
@@ -196,10 +195,7 @@ _TASK_FIELDS = {f.name for f in fields(Task)}
 
 def _task(given: Any) -> Any:
     """The :class:`Task` that a client took apart; a row or an index as it is."""
-    if not isinstance(given, dict) or set(given) != _TASK_FIELDS:
-        return given
-    answer = given["answer"]
-    return Task(**{**given, "answer": tuple(answer) if isinstance(answer, list) else answer, "metadata": MappingProxyType(given["metadata"])})
+    return Task.from_json(json.dumps(given)) if isinstance(given, dict) and set(given) == _TASK_FIELDS else given
 
 
 def _portable(value: Any) -> Any:

@@ -43,7 +43,7 @@ class Session:
             raise ImportError("OpenEnvEnv needs websockets: pip install 'arpo[openenv]'") from error
         self._failures = (OSError, WebSocketException, json.JSONDecodeError)
         self._timeout = timeout
-        self._base_url = base_url
+        self._base_url = _without_login(base_url)
         stack = contextlib.ExitStack()
         url = f"ws{base_url.removeprefix('http').removeprefix('ws').rstrip('/')}/ws"
         proxy: Any = None if _is_loopback(base_url) else True
@@ -52,7 +52,7 @@ class Session:
                 connect(url, open_timeout=timeout, close_timeout=1.0, max_size=MAX_MESSAGE_BYTES, additional_headers=dict(headers), proxy=proxy)
             )
         except self._failures as error:
-            raise ConnectionError(f"no OpenEnv server answers at {url}: {type(error).__name__}: {error}") from error
+            raise ConnectionError(f"no OpenEnv server answers at {_without_login(url)}: {type(error).__name__}: {error}") from error
         self._closing = weakref.finalize(self, stack.close)
 
     def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Session:
         told = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(told, dict):
             raise Refused("BAD_ANSWER", f"expected a message of OpenEnv, got {answer!r:.200}")
-        if answer["type"] != "error":
+        if answer.get("type") != "error":
             return told
         code, text = str(told.get("code", "unknown")), _message(told)
         if code in LOST_SESSION:
@@ -93,6 +93,12 @@ def _message(told: Mapping[str, Any]) -> str:
     """The error message with the fields that a validation error names."""
     details = [f"{'.'.join(map(str, entry.get('loc', ())))}: {entry.get('msg', '')}" for entry in told.get("errors") or () if isinstance(entry, dict)]
     return "; ".join([str(told.get("message", "unknown error")), *details])
+
+
+def _without_login(url: str) -> str:
+    """``url`` as it may stand in an error, which ends up in trajectories and logs."""
+    netloc = urlsplit(url).netloc
+    return url.replace(netloc, netloc.rpartition("@")[2], 1)
 
 
 def _is_loopback(url: str) -> bool:

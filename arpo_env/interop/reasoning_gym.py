@@ -10,7 +10,10 @@ forks. The library alone decides the reward: its ``score_answer``, in [0, 1], fo
 call format, outside thoughts, never from the whole turn, because the library pays in part for an answer that merely contains the right one. Text at which
 ``score_answer`` raises (three of the data sets do) is worth 0, the least that it gives. A turn without an answer is told so until ``max_turns``.
 
-The library draws a random seed where none is given, so that two processes have different data; here it is ``0`` unless said.
+The library draws a random seed where none is given, so that two processes have different data; here it is ``0`` unless said. Two of its data sets draw items
+from the process-wide generators (``list_functions``, which is then another at every look) or seed them (``pool_matrix``); here neither gets through. Three
+(``isomorphic_strings``, ``polynomial_multiplication``, ``ransom_note``) go by the order of a set: two processes have equal items only under an equal
+``PYTHONHASHSEED``.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import numpy as np
 
 from arpo_env.core import Episode, ToolEnv
 from arpo_env.formats import CallFormat
-from arpo_env.interop.foreign_library import check_known, load, making
+from arpo_env.interop.foreign_library import ProcessGenerators, check_known, load, making
 from arpo_env.rewards import Score
 from arpo_env.task import Task
 from arpo_env.tools.base import Shared, Tool
@@ -65,7 +68,7 @@ class ReasoningGymEnv(ToolEnv):
         with making(f"reasoning-gym's {dataset}"):
             made = reasoning_gym.create_dataset(dataset, size=size, seed=seed, **config)
         super().__init__(
-            Items(made, f"{dataset}/{seed}"),
+            Items(made, dataset, seed),
             tools,
             call_format=call_format,
             reward=ScoreAnswer(made),
@@ -78,8 +81,8 @@ class ReasoningGymEnv(ToolEnv):
 class Items(Shared):
     """A data set as tasks, made when asked for. The same number gives the same item, in any order. The item itself is ``task.metadata["entry"]``."""
 
-    def __init__(self, dataset: Any, name: str) -> None:
-        self.dataset, self.name = dataset, name
+    def __init__(self, dataset: Any, name: str, seed: int) -> None:
+        self.dataset, self.name, self.seed = dataset, f"{name}/{seed}", seed
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -88,7 +91,8 @@ class Items(Shared):
         index = operator.index(index)
         if not 0 <= index < len(self):
             raise IndexError(f"task index must be in [0, {len(self) - 1}], got {index}")
-        entry = self.dataset[index]
+        with ProcessGenerators(self.seed + index).in_force():
+            entry = self.dataset[index]
         answer = entry["answer"]  # None where many answers are right
         text = answer if isinstance(answer, str) or answer is None else json.dumps(answer, default=str)
         return Task(

@@ -13,6 +13,9 @@ Fork: by copy for SkyRL's own environments and tools, by replay for all others. 
 that the copy's calls act on the parent; after a copy the tools are registered anew. ``info["tool_calls"]`` is filled as far as SkyRL's ``metadata`` tells: the
 name and the input of the tool, not whether the call succeeded.
 
+SkyRL has no seeds, and none of its environments draws. One of yours that does needs a generator of its own, started from its row: what it draws from ``random``
+belongs to all environments of the process, and its forks by replay are refused.
+
 Not supported: SkyRL's recursive environments (``BaseRLMEnv``), which rewrite the conversation that the trainer holds.
 """
 
@@ -30,11 +33,13 @@ from typing import Any
 
 from arpo_env.forking import ForkError
 from arpo_env.interop.foreign import ForeignEnv, Forks, Message, Outcome
-from arpo_env.interop.foreign_library import check_known, load, making
+from arpo_env.interop.foreign_library import check_known, defined_in, load, making
 from arpo_env.task import Task, TaskSet
 
-COPIED = ("skyrl_gym.envs.", "skyrl_gym.tools.")
+COPIED = ("skyrl_gym.envs", "skyrl_gym.tools")
 """Modules whose environments and tools hold nothing but plain Python objects (and HTTP sessions, which copies may share)."""
+RUN_CODE = ("skyrl_gym.tools.python", "skyrl_gym.envs.lcb")
+"""Modules that run the policy's code, in processes of this machine that nothing but a time limit holds."""
 
 
 class SkyRLGymEnv(ForeignEnv):
@@ -81,8 +86,10 @@ class SkyRLGymEnv(ForeignEnv):
         if hasattr(made, "_chat_history_ref"):
             raise TypeError(f"{type(made).__name__} rewrites the conversation that SkyRL's trainer holds; such environments are not supported")
         self._close_library(made)
+        parts = (made, *getattr(made, "tool_groups", ()))
+        self.isolation = "process" if any(defined_in(part, RUN_CODE) for part in parts) else ""
         super().__init__(
-            forks=forks or ("copy" if _copies(made) else "replay"),
+            forks=forks or ("copy" if all(defined_in(part, COPIED) for part in parts) else "replay"),
             draws="nothing",  # none of SkyRL's environments does, and some wait for a network
             stop_strings=stop_strings,
             error_reward=error_reward,
@@ -113,8 +120,12 @@ class SkyRLGymEnv(ForeignEnv):
     def _take(self, action: str) -> Outcome:
         with self._library():
             answer = self._held.env.step(action)
-            messages, calls = _messages(answer["observations"]), _calls(answer.get("metadata") or {})
-        return Outcome(messages=messages, reward=float(answer["reward"]), terminated=bool(answer["done"]), calls=calls)
+            return Outcome(
+                messages=_messages(answer["observations"]),
+                reward=float(answer["reward"]),
+                terminated=bool(answer["done"]),
+                calls=_calls(answer.get("metadata") or {}),
+            )
 
     def _mend(self, env: Any) -> None:
         for group in getattr(env, "tool_groups", ()):
@@ -170,7 +181,3 @@ def _calls(metadata: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     if not name or inputs == [None]:
         return ()
     return ({"name": str(name), "arguments": {"input": inputs}, "ok": True, "error": "", "executed": True},)
-
-
-def _copies(env: Any) -> bool:
-    return all(type(part).__module__.startswith(COPIED) for part in (env, *getattr(env, "tool_groups", ())))

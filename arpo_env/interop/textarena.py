@@ -8,7 +8,7 @@
 The policy is player 0; ``opponent`` plays all others and answers within the same step. What the policy reads is what is new since its last turn, each message
 with its sender in brackets, as TextArena's ``LLMObservationWrapper`` writes it; its own words are not repeated. (That wrapper gives the whole history, and
 keeps that of the episode before. It and its relatives are taken off; those that change actions are kept.) Thoughts are not spoken: ``<think>..</think>`` is
-left out of what the game and the opponents are told.
+left out of what the game and the opponents are told. What an opponent raises ends the episode, as what the game raises does.
 
 The reward of a game comes at its end, between -1 and 1 in most. Fork: by copy, with the state of the generators; by replay where the game asks a model
 over a network. Not every game can be made: word games need word lists of NLTK, some ask OpenRouter, some do not compile before Python 3.12; each says so.
@@ -34,6 +34,8 @@ Opponent = Callable[[str, np.random.Generator], str]
 ME = 0
 MAX_OPPONENT_TURNS = 1000
 """Turns of the opponents in a row after which the game counts as stuck."""
+MAX_OPENINGS = 20
+"""Times that a game is begun anew, with other draws of the opponents, because it ended before the policy had a turn."""
 
 _MOVE = re.compile(r"\[(?!GAME\]|Player)[^\[\]\n]{1,40}\]")
 _OFFERED = re.compile(r"(?:available|valid|legal|possible) (?:moves|actions)", re.I)
@@ -100,13 +102,17 @@ class TextArenaEnv(ForeignEnv):
         return self.tasks.number(wanted, self.np_random)
 
     def _open(self, start: int) -> tuple[str, Outcome]:
-        self._generators.seed(start)
-        self._opponent = copy.deepcopy(self._opponent_prototype)
-        self._opponent_rng = np.random.default_rng([start, 1])
-        with self._generators.in_force():
-            env = self._renew(self._make if self.fork_support == "replay" else partial(copy.deepcopy, self._prototype))
-            env.reset(num_players=self.num_players, seed=start)
-        return self.tasks[start].id, self._outcome(done=False)
+        for attempt in range(1, MAX_OPENINGS + 1):
+            self._generators.seed(start)
+            self._opponent = copy.deepcopy(self._opponent_prototype)
+            self._opponent_rng = np.random.default_rng([start, attempt])
+            with self._generators.in_force():
+                env = self._renew(self._make if self.fork_support == "replay" else partial(copy.deepcopy, self._prototype))
+                env.reset(num_players=self.num_players, seed=start)
+            opening = self._outcome(done=False)
+            if not opening.terminated:
+                return self.tasks[start].id, opening
+        raise RuntimeError(f"{self.tasks[start].id} ended {MAX_OPENINGS} times before the policy's first turn, the last time so: {opening.answer}")
 
     def _take(self, action: str) -> Outcome:
         return self._outcome(done=self._play(spoken(action)))
@@ -121,7 +127,10 @@ class TextArenaEnv(ForeignEnv):
                 with self._library():
                     raise RuntimeError(f"the opponents took {MAX_OPPONENT_TURNS} turns in a row; the game does not go on")
             assert self._opponent is not None
-            done = self._play(self._opponent(self._heard(), self._opponent_rng))
+            heard = self._heard()
+            with self._foreign():
+                said = self._opponent(heard, self._opponent_rng)
+            done = self._play(said)
         if not done:
             return Outcome(messages=({"role": "user", "content": self._heard()},))
         with self._library():

@@ -114,7 +114,7 @@ class _Environment:
         """The text of a tool's result. Raises :class:`ToolUnavailable`."""
         if self._over or self._env is None:
             return f"The call of {name} was not run: the episode has ended ({self._over})."
-        call = json.dumps({"name": name, "arguments": arguments})
+        call = json.dumps({"name": name, "arguments": arguments}).replace("<", "\\u003c")  # no tag in an argument is one of the call format's
         observation, info = self._take(self._env.step(f"<tool_call>{call}</tool_call>"))
         if any(call["error"] == "unavailable" for call in info["tool_calls"]):
             raise ToolUnavailable(observation)

@@ -18,6 +18,7 @@ from arpo_env.tools.base import ErrorKind, Tool, ToolResult
 _FRESH = "[The interpreter of the calls before was lost ({why}). This one is fresh: variables, imports and files of before are gone.]\n"
 _NEXT = "All variables and files are lost; the next call starts a fresh interpreter."
 _UNDONE = "The call was undone: all variables and files are as they were before it."
+_UNTOUCHED = "The code was not run: all variables and files are as they were."
 _KINDS: Mapping[str, ErrorKind] = {"exception": "exception", "timeout": "timeout", "died": "died", "limit": "limit"}
 
 
@@ -138,7 +139,14 @@ class PythonTool(Tool):
             spare, gap = self._copy_before(session)
             if spare is not None:
                 drop.callback(spare.close)
-            cell = session.exec(code, timeout=self.cell_timeout, output_chars=self.output_chars)
+            try:
+                cell = session.exec(code, timeout=self.cell_timeout, output_chars=self.output_chars)
+            except SessionLost as error:  # it ended after the copy was made, so this code has not run
+                if spare is None:
+                    raise
+                drop.pop_all()
+                self._replace(session, spare, self._lost)
+                return ToolResult.failure("died", f"{_sentence(str(error))} {_UNTOUCHED}", state="kept")
             with self._lock:
                 note, self._lost = _FRESH.format(why=self._lost) if self._lost else "", ""
             if cell.kept:

@@ -489,6 +489,19 @@ def test_a_call_that_was_killed_at_its_deadline_is_undone_too() -> None:
     assert first.copies[0].copies[0].closed.is_set(), "the copy of before a call that went well is dropped"
 
 
+def test_a_session_that_ends_before_the_code_runs_is_replaced_by_its_copy() -> None:
+    class Gone(Scripted):
+        def exec(self, code: str, *, timeout: float, output_chars: int) -> CellResult:
+            raise SessionLost("its machine is gone")
+
+    bound = prototype(transactional=True).bind()
+    gone = bound._session = Gone(None)
+    result = bound.call(code="1")
+    assert (result.error, result.state) == ("died", "kept")
+    assert result.text == "Its machine is gone. The code was not run: all variables and files are as they were."
+    assert gone.closed.is_set() and bound.call(code="1").text == "'from the copy'"
+
+
 def test_close_during_a_transactional_call_ends_its_copy_too() -> None:
     bound = prototype(transactional=True).bind()
     session = bound._session = Scripted(None)

@@ -21,6 +21,7 @@ pytest.importorskip("nltk")
 import gem
 import nltk
 from gem.tools.base_tool import BaseTool
+from gem.tools.python_code_tool import PythonCodeTool
 from gem.tools.tool_env_wrapper import ToolEnvWrapper
 
 from arpo_env.interop.gem import GemEnv
@@ -251,6 +252,23 @@ def test_a_replay_that_differs_is_refused() -> None:
     env.reset(seed=0)
     with pytest.raises(arpo_env.ForkError, match=r"replay differs at reset.*Unrepeatable/\d+ is not deterministic"):
         env.fork()
+
+
+def test_many_forks_refuse_as_one_does() -> None:
+    env = GemEnv(GUESS)
+    env.reset(seed=0)
+    env.library_env.lock = threading.Lock()
+    for fork in (env.fork, lambda: env.fork_many(2), lambda: arpo_env.fork(env, 2)):
+        with pytest.raises(arpo_env.ForkError, match=r'cannot be forked by copy: TypeError.*pass forks="replay"'):
+            fork()
+
+
+def test_info_says_where_code_runs() -> None:
+    def with_python() -> Any:
+        return ToolEnvWrapper(gem.make(GUESS), tools=[PythonCodeTool()])
+
+    assert GemEnv(with_python).reset(seed=0)[1]["isolation"] == "process"
+    assert GemEnv(GUESS).reset(seed=0)[1]["isolation"] == ""
 
 
 class Fragile(gem.Env):  # type: ignore[misc]

@@ -230,7 +230,16 @@ def test_a_silent_server_costs_its_own_deadline(start: Any, env_of: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "answer", ["not json", "[1]", '{"type": "observation", "data": {}}', fails("EXECUTION_ERROR", "division by zero"), fails("SESSION_ERROR", "broken")]
+    "answer",
+    [
+        "not json",
+        "[1]",
+        '{"type": "observation", "data": {}}',
+        '{"data": {}}',
+        says("x") | {"data": {"observation": {"text": "x"}, "reward": "much"}},
+        fails("EXECUTION_ERROR", "division by zero"),
+        fails("SESSION_ERROR", "broken"),
+    ],
 )
 def test_a_failing_step_is_no_exception(answer: Answer, start: Any, env_of: Any) -> None:
     class Failing(Echo):
@@ -241,7 +250,7 @@ def test_a_failing_step_is_no_exception(answer: Answer, start: Any, env_of: Any)
     env.reset(seed=0)
     _, reward, terminated, truncated, info = env.step("x")
     assert (reward, terminated, truncated, info["stop_reason"], info["scored"]) == (0.0, False, True, "env_error", False)
-    if isinstance(answer, dict):
+    if isinstance(answer, dict) and answer["type"] == "error":
         assert answer["data"]["message"] in info["answer"]
     env.reset(seed=0)
 
@@ -266,6 +275,21 @@ def test_reset_says_why_it_fails(start: Any, env_of: Any) -> None:
         env.reset(seed=0)
     with pytest.raises(ForkError, match="before reset"):
         fork(env)
+
+
+def test_a_login_in_the_address_stays_out_of_errors(start: Any, env_of: Any) -> None:
+    class Leaving(Echo):
+        def step(self, data: dict[str, Any]) -> Answer:
+            return None
+
+    server = start(Leaving)
+    env = env_of(server.url.replace("//", "//me:secret@"))
+    env.reset(seed=0)
+    assert "is gone" in (answer := env.step("x")[4]["answer"]) and "secret" not in answer
+    server.close()
+    with pytest.raises(ConnectionError) as caught:
+        env.reset(seed=0)
+    assert "secret" not in str(caught.value)
 
 
 def test_a_text_that_is_no_action_is_answered(start: Any, env_of: Any) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 
 import arpo_env
@@ -53,6 +55,19 @@ def test_the_reward_is_the_librarys_own_score() -> None:
     assert answered(env, 3, f"<answer>{padded}</answer>")[0] == len(truth) / len(padded)
     reward, info = answered(env, 3, "<answer>no idea</answer>")
     assert (reward, info["reward"], info["scored"], info["stop_reason"]) == (0.0, {"accuracy": 0.0}, True, "answer")
+
+
+@pytest.mark.parametrize("dataset", ["list_functions", "pool_matrix"])
+def test_items_depend_on_seed_and_number_alone_and_leave_the_process_wide_generators_as_they_were(dataset: str) -> None:
+    openings = []
+    for _ in range(2):
+        before = random.getstate(), np.random.get_state()[1].tolist()
+        openings.append([ReasoningGymEnv(dataset, size=3).reset(options={"task": index}) for index in range(3)])
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+        random.seed()
+        np.random.seed()
+    assert openings[0] == openings[1]
+    assert ReasoningGymEnv(dataset, size=3, seed=1).reset(options={"task": 0})[0] != openings[0][0][0]
 
 
 def test_the_answer_is_what_the_tag_holds_and_nothing_else() -> None:

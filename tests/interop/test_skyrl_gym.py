@@ -274,6 +274,21 @@ def test_what_skyrl_raises_ends_the_episode() -> None:
     assert info["answer"] == "OSError: data base gone"
 
 
+def test_an_answer_without_a_reward_ends_the_episode() -> None:
+    class Unrewarded(Counting):
+        def step(self, action: str) -> BaseTextEnvStepOutput:
+            return BaseTextEnvStepOutput(observations=[], reward=None, done=True, metadata={})
+
+    env = SkyRLGymEnv(Unrewarded, ROWS)
+    env.reset(seed=0)
+    assert env.step("1")[4]["stop_reason"] == "env_error"
+
+
+@pytest.mark.parametrize(("name", "isolation"), [("searchcode", "process"), (MULTI, "")])
+def test_info_says_where_code_runs(name: str, isolation: str) -> None:
+    assert SkyRLGymEnv(name, ROWS).reset(seed=0)[1]["isolation"] == isolation
+
+
 def test_each_episode_is_closed_once() -> None:
     closed: list[int] = []
 

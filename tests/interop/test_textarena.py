@@ -206,6 +206,30 @@ def test_what_textarena_raises_ends_the_episode(error_reward: float | None, stop
     assert info["answer"].startswith("TypeError: State.add_observation() missing")
 
 
+def test_a_game_that_opponents_end_before_the_first_turn_is_begun_anew() -> None:
+    def folds_often(observation: str, rng: np.random.Generator) -> str:
+        return "[fold]" if rng.random() < 0.8 else "[check]"
+
+    env = TextArenaEnv("IndianPoker-v0", 2, folds_often)
+    openings = [env.reset(seed=seed) for seed in range(8)]
+    assert all(info["stop_reason"] == "" and info["messages"] for _, info in openings)
+    assert [env.reset(seed=seed) for seed in range(8)] == openings
+    hopeless = TextArenaEnv("KuhnPoker-v0", 2, lambda observation, rng: "nonsense")
+    with pytest.raises(RuntimeError, match=r"KuhnPoker-v0/\d+ ended 20 times before the policy's first turn"):
+        hopeless.reset(seed=0)
+
+
+def test_what_an_opponent_raises_ends_the_episode() -> None:
+    def unreachable(observation: str, rng: np.random.Generator) -> str:
+        raise ConnectionError("the other model is down")
+
+    env = TextArenaEnv("TicTacToe-v0", 2, unreachable, error_reward=-1.0)
+    env.reset(seed=0)
+    _, reward, terminated, truncated, info = env.step("[4]")
+    assert (reward, terminated, truncated, info["stop_reason"], info["scored"]) == (0.0, False, True, "env_error", False)
+    assert info["answer"] == "ConnectionError: the other model is down"
+
+
 def test_opponents_that_go_on_for_ever_end_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arpo_env.interop.textarena.MAX_OPPONENT_TURNS", 20)
     env = TextArenaEnv("TicTacToe-v0", 2, lambda observation, rng: "[0]")
