@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from arpo_env._deadline import DeadlineExceeded, call_with_deadline
@@ -36,14 +38,22 @@ class Telemetry(Shared):
 
 
 class Slots(Shared):
-    """A tool's concurrency limit, common to an environment and its forks."""
+    """A tool's concurrency limit, common to an environment and its forks. A forked process has its own: places are held by threads that it lacks."""
 
-    __slots__ = ("acquire", "release")
+    __slots__ = ("_limit", "_places")
 
     def __init__(self, limit: int | None):
-        semaphore = threading.BoundedSemaphore(limit) if limit is not None else None
-        self.acquire: Callable[[], object] = semaphore.acquire if semaphore else lambda: None
-        self.release: Callable[[], object] = semaphore.release if semaphore else lambda: None
+        self._limit = limit
+        self._places: dict[int, threading.BoundedSemaphore] = {}
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Wait for a place and hold it."""
+        if self._limit is None:
+            yield
+            return
+        with self._places.setdefault(os.getpid(), threading.BoundedSemaphore(self._limit)):
+            yield
 
 
 def check_prototypes(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:

@@ -273,15 +273,12 @@ class ToolEnv(ForkableEnv):
             return ToolResult.failure("limit", f"The limit of {self.max_tool_calls} tool calls is reached. Give the final answer."), False
         if problem := check_arguments(instance, call.arguments):
             return ToolResult.failure("bad_arguments", f"The call of {call.name} was not run: {problem}."), False
-        slots = self._slots[call.name]
-        slots.acquire()
-        start = time.monotonic()
-        try:
-            result = call_tool(instance, call.arguments, self.telemetry)
-        except DeadlineExceeded:
-            result = self._abandon(instance)
-        finally:
-            slots.release()
+        with self._slots[call.name].place():
+            start = time.monotonic()  # waiting for a place does not count against the deadline
+            try:
+                result = call_tool(instance, call.arguments, self.telemetry)
+            except DeadlineExceeded:
+                result = self._abandon(instance)
         counts = {f"{call.name}.calls": 1.0, f"{call.name}.seconds": time.monotonic() - start}
         self.telemetry.add(**counts | ({f"{call.name}.{result.error}": 1.0} if result.error else {}))
         executed.append(ExecutedCall(call.name, call.arguments, result))

@@ -104,11 +104,14 @@ class ServedEnv(Environment[TextAction, TextObservation, State]):  # type: ignor
         self._make = make
         self._parked = parked
         self._state = State()
+        self._env: Env | None = None
 
-    @functools.cached_property
+    @property
     def env(self) -> Env:
         """Built when first needed: a session that adopts a fork needs none of its own."""
-        return self._make()
+        if self._env is None:
+            self._env = self._make()
+        return self._env
 
     def reset(
         self, seed: int | None = None, episode_id: str | None = None, adopt: str | None = None, task: Any = None, index: int | None = None, **options: Any
@@ -118,7 +121,7 @@ class ServedEnv(Environment[TextAction, TextObservation, State]):  # type: ignor
         if adopt is not None:
             adopted = self._parked.adopt(adopt)
             self._close_env()
-            self.env = adopted
+            self._env = adopted
             return TextObservation(fork_support=fork_support(self.env))
         wanted = _task(task) if task is not None else index
         chosen = options if wanted is None else {**options, "task": wanted}
@@ -147,8 +150,8 @@ class ServedEnv(Environment[TextAction, TextObservation, State]):  # type: ignor
         self._close_env()
 
     def _close_env(self) -> None:
-        if "env" in vars(self):
-            self.env.close()
+        if self._env is not None:
+            self._env.close()
 
     # -- OpenEnv's task discovery --------------------------------------------------------------------------------------------------------------------
 

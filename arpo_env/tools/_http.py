@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
-import functools
 import http.client
 import itertools
 import json
@@ -77,6 +76,8 @@ class HttpClient(Shared):
             raise ValueError(f"per_second must be positive or None, got {per_second!r}")
         self.timeout, self.deadline, self.retries, self.per_second, self.max_concurrency = timeout, deadline, retries, per_second, max_concurrency
         self._hosts: dict[tuple[int, str], _Host] = {}
+        # Here and not at the first request: OpenSSL holds locks while it makes a context, which a child forked at that moment would wait for for ever.
+        self._opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=ssl.create_default_context()), _NoRedirect)
 
     def json(self, request: JsonRequest) -> Any:
         """The answer's JSON value. :class:`SearchUnavailable` when there was none in time, :class:`SearchRefused` for what another attempt cannot change."""
@@ -107,10 +108,6 @@ class HttpClient(Shared):
     def _host(self, netloc: str) -> _Host:
         # A forked child has none of the threads that hold places, so it counts anew. ``setdefault`` is atomic: no lock that a fork might find taken.
         return self._hosts.setdefault((os.getpid(), netloc), _Host(self.per_second, self.max_concurrency))
-
-    @functools.cached_property
-    def _opener(self) -> urllib.request.OpenerDirector:
-        return urllib.request.build_opener(urllib.request.HTTPSHandler(context=ssl.create_default_context()), _NoRedirect)
 
     def _attempt(self, request: JsonRequest, seconds: float) -> Any:
         data = None if request.body is None else json.dumps(request.body).encode()
@@ -205,12 +202,13 @@ def _parse(raw: bytes) -> Any:
 def _raise_for_status(request: JsonRequest, error: urllib.error.HTTPError) -> NoReturn:
     with error:
         try:
-            body = " ".join(error.read1(2000).decode("utf-8", "replace").split())[:200]
+            body = error.read1(2000).decode("utf-8", "replace")
         except (OSError, http.client.HTTPException, AttributeError):  # AttributeError: an answer without a body
             body = ""
-    message = f"HTTP {error.code} {error.reason}" + (f": {body}" if body else "")
     if request.secret:
-        message = message.replace(request.secret, "***")
+        body = body.replace(request.secret, "***")  # before it is cut: half a key is too much
+    body = " ".join(body.split())[:200]
+    message = f"HTTP {error.code} {error.reason}" + (f": {body}" if body else "")
     if error.code in (408, 425, 429) or error.code >= 500:
         raise TryAgainError(message, retry_after(error.headers.get("Retry-After"))) from None
     if error.code < 400:
@@ -222,9 +220,9 @@ def retry_after(value: str | None) -> float | None:
     """Seconds from the header ``Retry-After``, which holds seconds or a date; None where it holds neither."""
     if value is None:
         return None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError):
         return max(0.0, float(int(value)))
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - _today())
     return None
 

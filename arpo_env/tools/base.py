@@ -120,6 +120,10 @@ class Tool:
         """What the results depend on beside the arguments, as JSON values: part of the key under which they are cached. No secrets."""
         return {}
 
+    def normalised(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The arguments as a cache keys on them: those that mean the same, alike. Every character counts unless a tool knows better."""
+        return arguments
+
     def isolation(self) -> IsolationReport | None:
         """What is protected from foreign code that this tool runs; None for a tool that runs none."""
         return None
@@ -186,8 +190,17 @@ def _check_call(tool: Tool, where: str) -> None:
 class FunctionTool(Tool):
     """A stateless tool made from a typed function; see :func:`tool`."""
 
-    def __init__(self, function: Callable[..., ToolResult | str], *, name: str | None = None, description: str | None = None, timeout: float | None = 30.0):
+    def __init__(
+        self,
+        function: Callable[..., ToolResult | str],
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        timeout: float | None = 30.0,
+        version: str = "1",
+    ):
         self.function = function
+        self.version = version
         self.name = name or function.__name__
         doc = inspect.getdoc(function) or ""
         self.description = description or doc.split("\n\n")[0].replace("\n", " ").strip()
@@ -198,6 +211,9 @@ class FunctionTool(Tool):
 
     def call(self, **arguments: Any) -> ToolResult | str:
         return self.function(**arguments)
+
+    def settings(self) -> Mapping[str, Any]:
+        return {"function": f"{self.function.__module__}.{getattr(self.function, '__qualname__', type(self.function).__qualname__)}"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FunctionTool:
         return self
@@ -210,7 +226,7 @@ class FunctionTool(Tool):
 def tool(function: Callable[..., ToolResult | str], /) -> FunctionTool: ...
 @typing.overload
 def tool(
-    *, name: str | None = None, description: str | None = None, timeout: float | None = 30.0
+    *, name: str | None = None, description: str | None = None, timeout: float | None = 30.0, version: str = "1"
 ) -> Callable[[Callable[..., ToolResult | str]], FunctionTool]: ...
 def tool(
     function: Callable[..., ToolResult | str] | None = None,
@@ -219,13 +235,15 @@ def tool(
     name: str | None = None,
     description: str | None = None,
     timeout: float | None = 30.0,
+    version: str = "1",
 ) -> FunctionTool | Callable[[Callable[..., ToolResult | str]], FunctionTool]:
     """Make a stateless tool from a typed function and its docstring: ``@tool`` or ``@tool(timeout=2.0)``.
 
     The first paragraph of the docstring is the description; lines ``name: text`` under ``Args:`` describe the arguments; annotations give their types.
+    Raise ``version`` when results are cached and the function has changed.
     """
     if function is None:
-        return lambda f: FunctionTool(f, name=name, description=description, timeout=timeout)
+        return lambda f: FunctionTool(f, name=name, description=description, timeout=timeout, version=version)
     return FunctionTool(function)
 
 

@@ -116,6 +116,7 @@ class HttpFetcher:
         self.ports = None if ports is None else frozenset(ports)
         self.user_agent, self.resolve, self.tls = user_agent, resolve, tls
         self._gate = HostGate(per_host, interval)
+        self._tls_context = _tls_context(tls)
 
     def settings(self) -> Mapping[str, Any]:
         return {"fetcher": "http", "max_bytes": self.max_bytes, "user_agent": self.user_agent, "blocked_hosts": sorted(self.blocked_hosts)}
@@ -201,10 +202,6 @@ class HttpFetcher:
             wire.close()
             raise
 
-    @functools.cached_property
-    def _tls_context(self) -> ssl.SSLContext:
-        return self.tls or ssl.create_default_context()
-
     def _exchange(self, address: WebAddress, wire: _Wire) -> Fetched | str:
         connection = http.client.HTTPConnection(address.host, address.port)
         connection.sock = wire
@@ -241,7 +238,12 @@ class HttpFetcher:
         return state | {"_gate": (self._gate.at_once, self._gate.interval)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"_gate": HostGate(*state["_gate"])})
+        self.__dict__.update(state | {"_gate": HostGate(*state["_gate"]), "_tls_context": _tls_context(state["tls"])})
+
+
+def _tls_context(given: ssl.SSLContext | None) -> ssl.SSLContext:
+    """Made at once: OpenSSL loads certificates under a lock, which must not be held by another thread when the process forks."""
+    return given or ssl.create_default_context()
 
 
 class _Deadline:

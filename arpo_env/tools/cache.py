@@ -7,20 +7,18 @@ answers from the cache alone, so that a run can be repeated without network; ``o
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import json
 import logging
 import os
-import threading
 import time
-import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from arpo_env.tools.base import Shared, Tool, ToolResult, check_tool
+from arpo_env.tools.cache_flights import Flights
 from arpo_env.tools.cache_store import CacheError, Row, Store
 
 if TYPE_CHECKING:
@@ -31,9 +29,6 @@ __all__ = ["CacheError", "CacheKey", "CacheMiss", "CacheStats", "CachedTool", "T
 V = TypeVar("V")
 Mode = Literal["record", "replay", "off"]
 
-_JOIN_SECONDS = 60.0
-"""A call that runs longer is taken for stuck: whoever asks the same then makes a call of its own."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -43,8 +38,7 @@ class CacheMiss(CacheError):
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """What a result depends on. Texts that differ in case or punctuation are different ("C++" is not "C#"); Unicode forms of the same characters and, within
-    one line, runs of white space are not. White space in a text of several lines counts: it may be code."""
+    """What a result depends on. Every character of an argument counts; which of them mean the same, a tool knows (see :class:`CachedTool`)."""
 
     tool: str
     version: str
@@ -53,8 +47,8 @@ class CacheKey:
 
     @property
     def words(self) -> str:
-        """Settings and arguments, normalised, as JSON. ``TypeError`` where they have no JSON form."""
-        return json.dumps({"settings": self.settings, "arguments": _normal(self.arguments)}, sort_keys=True)
+        """Settings and arguments as JSON, names in order. ``TypeError`` where they have no JSON form."""
+        return json.dumps({"settings": self.settings, "arguments": self.arguments}, sort_keys=True)
 
     @property
     def digest(self) -> str:
@@ -62,17 +56,6 @@ class CacheKey:
 
     def __str__(self) -> str:
         return f"{self.tool} (version {self.version}) {self.words}"
-
-
-def _normal(value: Any) -> Any:
-    if isinstance(value, str):
-        text = unicodedata.normalize("NFC", value).strip()
-        return text if "\n" in text else " ".join(text.split())
-    if isinstance(value, Mapping):
-        return {_normal(name): _normal(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_normal(item) for item in value]
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +99,7 @@ class ToolCache(Shared):
         if mode == "replay" and not os.path.isfile(self.path):
             raise CacheError(f"no tool cache to replay at {self.path}; record one first")
         self._store = Store(self.path, read_only=mode == "replay", max_bytes=max_mb * 2**20)
-        self._flights = _Flights()
+        self._flights = Flights()
         self._warned = False
         if mode != "off":
             self._store.check()
@@ -226,69 +209,13 @@ def _printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-class _Flight(Generic[V]):
-    """One running call that others may wait for."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.thread, self.give_up = threading.get_ident(), time.monotonic() + _JOIN_SECONDS
-        self.value: V
-        self.error: BaseException | None = None
-
-    def run(self, call: Callable[[], V]) -> V:
-        try:
-            self.value = call()
-            return self.value
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            self.done.set()
-
-
-class _Flights:
-    """The running calls of one process by key."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: dict[str, _Flight[Any]] = {}
-        self._process = os.getpid()
-
-    def join(self, digest: str, call: Callable[[], V]) -> tuple[V, bool]:
-        """What the running call for ``digest`` gives (a copy), or else ``call()``; and whether the call was one's own."""
-        flight, own = self._enter(digest)
-        if own:
-            try:
-                return flight.run(call), True
-            finally:
-                with self._lock:
-                    if self._running.get(digest) is flight:
-                        del self._running[digest]
-        if not flight.done.wait(max(0.0, flight.give_up - time.monotonic())):
-            return call(), True
-        if isinstance(flight.error, Exception):
-            raise flight.error
-        if flight.error is not None:  # whoever flew was interrupted: no reason to interrupt this thread
-            return call(), True
-        return copy.deepcopy(flight.value), False
-
-    def _enter(self, digest: str) -> tuple[_Flight[Any], bool]:
-        if self._process != os.getpid():  # the threads that ran these calls are not in a forked child, and one of them may have held the lock
-            self._process, self._lock, self._running = os.getpid(), threading.Lock(), {}
-        with self._lock:
-            flight = self._running.get(digest)
-            if flight is not None and flight.thread != threading.get_ident() and time.monotonic() < flight.give_up:
-                return flight, False
-            flight = self._running[digest] = _Flight()
-            return flight, True
-
-
 class CachedTool(Tool):
-    """``tool``, answered from ``cache``: same name, schema and settings. Stateless, so all episodes and forks share it.
+    """``tool``, answered from ``cache``: same name, schema and settings. Stateless, so all episodes and forks share it. ``Tool.normalised``
+    says which arguments mean the same (for a search, spacing is nothing); unless a tool has its own, every character counts.
 
     ``data`` of a result comes as JSON from the first call on (dataclasses as objects, tuples as lists; None where it has no JSON form), so that a result is
     the same whether it was stored or not. In replay, what is not stored is an ``exception`` result that the model reads, counted under ``misses`` and
-    logged; ``cache.stats()`` after the run says whether there was one. Closing it closes the tool, not the cache.
+    logged; ``cache.stats()`` after the run says whether there was one; a cache that fails then is ``unavailable``. Closing it closes the tool, not the cache.
     """
 
     def __init__(self, tool: Tool, cache: ToolCache):
@@ -309,7 +236,7 @@ class CachedTool(Tool):
 
     def key(self, arguments: Mapping[str, Any]) -> CacheKey:
         """The key of a call with ``arguments``."""
-        return CacheKey(self.name, self.version, self.settings(), arguments)
+        return CacheKey(self.name, self.version, self.settings(), self.tool.normalised(arguments))
 
     def settings(self) -> Mapping[str, Any]:
         return self.tool.settings()
@@ -327,6 +254,9 @@ class CachedTool(Tool):
         except CacheMiss as miss:
             _log.warning("%s", miss)
             return ToolResult.failure("exception", f"This call of {self.name} was not recorded, and only recorded results are served in this run.")
+        except CacheError as error:
+            _log.error("%s", error)
+            return ToolResult.failure("unavailable", f"The recorded results of {self.name} cannot be read now, and only they are served in this run.")
         return ToolResult(**stored)
 
     def close(self) -> None:

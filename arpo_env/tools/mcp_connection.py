@@ -50,12 +50,13 @@ class CallTimedOut(MCPServerError):
 class Command:
     """A server that is started as a process and spoken to over its stdin and stdout."""
 
-    argv: tuple[str, ...]
+    argv: tuple[str, ...] = field(repr=False)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     cwd: str | None = None
 
     def __str__(self) -> str:
-        return f"MCP server {shlex.join(self.argv)!r}"
+        """The program alone: arguments may hold secrets, and this goes into messages, logs and names of threads."""
+        return f"MCP server {os.path.basename(self.argv[0])!r}"
 
     def settings(self) -> dict[str, Any]:
         """What identifies the server in a cache. Arguments and environment, which may hold secrets, as a digest."""
@@ -98,8 +99,10 @@ class Url:
         return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
     def settings(self) -> dict[str, Any]:
-        """What identifies the server in a cache. Of the headers the names alone: tokens change, and are nobody's business."""
-        return {"url": self._public(), "headers": sorted(name.lower() for name in self.headers)}
+        """What identifies the server in a cache. The query, which may choose what it does and may hold secrets, as a digest; of the headers the names alone:
+        tokens change, and are nobody's business."""
+        query = hashlib.sha256(urlsplit(self.url).query.encode()).hexdigest()
+        return {"url": self._public(), "query": query[:16], "headers": sorted(name.lower() for name in self.headers)}
 
     @contextlib.asynccontextmanager
     async def transport(self, connection: Connection) -> AsyncIterator[Any]:
@@ -335,7 +338,7 @@ def parse_target(
             raise ValueError(f"env= and cwd= belong to a server that is started by a command, got the address {Url(server)}")
         return Url(server, dict(headers or {}))
     if headers:
-        raise ValueError(f"headers= belong to a server at an http address, got the command {server!r}")
+        raise ValueError("headers= belong to a server at an http address, got a command")
     argv = shlex.split(server) if isinstance(server, str) else [os.fspath(part) for part in server]
     if not argv:
         raise ValueError(f"expected the command or the address of an MCP server, got {server!r}")

@@ -6,7 +6,9 @@ A server may offer several tools over one state: what ``write`` stored, ``read``
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -53,10 +55,12 @@ class SharedServer:
         self._start()
 
     def _start(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._connection: Connection | None = None
         self._finalizer: Any = None
+        self._failed = 0.0, ""
         self.closed = False
+        _servers.add(self)
 
     def adopt(self, connection: Connection) -> None:
         """Use a connection that is there already."""
@@ -65,12 +69,20 @@ class SharedServer:
         self._finalizer.atexit = False  # close_all does it, and waits
 
     def _open(self) -> Connection:
+        asked = time.monotonic()
         with self._lock:
             if self.closed:
                 raise MCPServerError(f"the connection to {self.options.target} was closed by close()")
             if self._connection is None or not self._connection.open:
+                when, why = self._failed
+                if when > asked:  # while this thread waited: a server that hangs is not waited for once by each thread
+                    raise MCPServerError(why)
                 self._drop()
-                self.adopt(Connection(self.options.target, start_timeout=self.options.start_timeout))
+                try:
+                    self.adopt(Connection(self.options.target, start_timeout=self.options.start_timeout))
+                except MCPServerError as error:
+                    self._failed = time.monotonic(), str(error)
+                    raise
             assert self._connection is not None
             return self._connection
 
@@ -89,7 +101,7 @@ class SharedServer:
         try:
             connection = self._open()
         except MCPServerError as error:
-            return ToolResult.failure("unavailable", readable(str(error)))
+            return _unavailable(error)
         try:
             return as_result(connection.call(tool.name, arguments, self.options.timeout), self.options.output_chars)
         except CallFailed as error:
@@ -166,6 +178,7 @@ class EpisodeServer:
         self._finalizer: Any = None
         self._calls: tuple[_Recorded, ...] = ()
         self._touched = self.closed = False
+        _servers.add(self)
         self.tools: set[str] = set()
         """Those that use it and are not closed."""
 
@@ -179,7 +192,7 @@ class EpisodeServer:
                 try:
                     self._open()
                 except MCPServerError as error:
-                    return ToolResult.failure("unavailable", readable(str(error)), state="none")
+                    return _unavailable(error)
                 if self.closed:  # while it started
                     self._lose()
                     return ToolResult.failure("died", "The tool was closed before the call was made.", state="lost")
@@ -250,10 +263,9 @@ class EpisodeServer:
         for number, recorded in enumerate(calls):
             result = self.call(recorded.tool, dict(recorded.arguments))
             if result != recorded.result:
-                raise ForkError(
-                    f"replay of call {number} ({recorded.tool.name}) gave {result.text!r:.80}, recorded was {recorded.result.text!r:.80};"
-                    f" {self.options.target} is not deterministic: say fork='none'"
-                )
+                failed = result.error in ("unavailable", "died", "timeout")
+                why = "its new server failed" if failed else f"{self.options.target} is not deterministic: say fork='none'"
+                raise ForkError(f"replay of call {number} ({recorded.tool.name}) gave {result.text!r:.80}, recorded was {recorded.result.text!r:.80}; {why}")
 
     def enter(self, tool: str) -> None:
         """``tool`` uses it."""
@@ -284,6 +296,23 @@ class EpisodeServer:
         self._start()
         self.tools = state["tools"]
 
+
+def _unavailable(error: MCPServerError) -> ToolResult:
+    """What the model reads of a server that is not to be had. What the server wrote to stderr is for people, and may hold secrets."""
+    _log.warning("%s", error)
+    return ToolResult.failure("unavailable", "The server of this tool cannot be started or reached now.")
+
+
+_servers: weakref.WeakSet[SharedServer | EpisodeServer] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for server in _servers:
+        server._lock = threading.RLock()  # whoever held it is not in the child
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 UNFORKABLE = (
     "its state cannot be copied. Say fork='shared' if it keeps no state, fork='replay' if the same calls always give the same results;"

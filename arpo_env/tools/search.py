@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,6 +78,10 @@ class SearchTool(Tool):
             return ToolResult.failure("exception", f"The search service refused this search: {error}")
         return self.result(hits)
 
+    def normalised(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The arguments as they are searched for: queries that differ in spacing or Unicode form alone have one answer in a cache."""
+        return {name: clean_query(value) for name, value in arguments.items()}
+
     def settings(self) -> Mapping[str, Any]:
         """The two limits and the settings of the back end. ``TypeError`` for a back end that does not say what its answers depend on."""
         if not callable(getattr(self.backend, "settings", None)):
@@ -98,8 +103,8 @@ class SearchTool(Tool):
 
 
 def clean_query(query: str) -> str:
-    """``query`` with control characters, lone surrogates and runs of white space as single spaces, at most 1,000 characters."""
-    printable = "".join(c if c.isprintable() else " " for c in query[:10_000])
+    """``query`` in Unicode form NFC with control characters, lone surrogates and runs of white space as single spaces, at most 1,000 characters."""
+    printable = "".join(c if c.isprintable() else " " for c in unicodedata.normalize("NFC", query[:10_000]))
     return " ".join(printable.split())[:1000]
 
 

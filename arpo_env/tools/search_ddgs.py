@@ -72,8 +72,13 @@ class DDGS:
         raise SearchUnavailable("; ".join(failures))
 
     def settings(self) -> Mapping[str, Any]:
-        """The engines and the two choices."""
-        return {"backend": "ddgs", "engines": list(self.engines), "region": self.region, "safesearch": self.safesearch}
+        """The library, the engines and the two choices."""
+        return {
+            "backend": "ddgs" if self._ask == self._ask_ddgs else "duckduckgo_search",
+            "engines": list(self.engines),
+            "region": self.region,
+            "safesearch": self.safesearch,
+        }
 
     def _library(self) -> Ask:
         try:

@@ -24,7 +24,7 @@ class SearxNG:
     Args:
         url: of the instance, such as ``http://localhost:8080``.
         engines: names of engines to ask; empty: those that the instance is set to.
-        language: such as ``en``; ``auto`` leaves it to the instance.
+        language: such as ``en``; ``auto``: the instance guesses it from the query.
         http: limits; shared by the back ends that it is given to.
     """
 
@@ -79,7 +79,10 @@ class Serper:
         """The first ``k`` organic results."""
         body = {"q": query, "num": k, "gl": self.country, "hl": self.language}
         request = JsonRequest("Serper", self.url, body, {"X-API-KEY": self._key}, self._key, "look at SERPER_API_KEY and the account's credits")
-        return web_hits(rows_of(self.http.json(request), "organic", "Serper"), k, ("title", "link", "snippet"), "serper")
+        answer = self.http.json(request)
+        if isinstance(answer, dict) and "searchParameters" in answer:
+            answer.setdefault("organic", [])  # it is left out where Google found nothing
+        return web_hits(rows_of(answer, "organic", "Serper"), k, ("title", "link", "snippet"), "serper")
 
     def settings(self) -> Mapping[str, Any]:
         """The address and the two choices, without the key."""
@@ -87,7 +90,7 @@ class Serper:
 
 
 class Tavily:
-    """Results of tavily.com, whose texts are extracts rather than snippets.
+    """Results of tavily.com, whose texts are extracts rather than snippets. It takes 400 characters of a query and gives 20 results at most.
 
     Args:
         api_key: by default from the environment variable ``TAVILY_API_KEY``. It appears in no message, setting or key of a cache.
@@ -104,8 +107,8 @@ class Tavily:
         self.http = http or HttpClient()
 
     def search(self, query: str, k: int) -> list[SearchHit]:
-        """The best ``k`` results."""
-        body = {"query": query, "max_results": k, "search_depth": self.depth}
+        """The best ``k`` results, or 20."""
+        body = {"query": query[:400], "max_results": min(k, 20), "search_depth": self.depth}  # more of either is answered 400
         request = JsonRequest("Tavily", self.url, body, {"Authorization": f"Bearer {self._key}"}, self._key, "look at TAVILY_API_KEY and the account's plan")
         return web_hits(rows_of(self.http.json(request), "results", "Tavily"), k, ("title", "url", "content"), "tavily")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import re
@@ -88,6 +87,14 @@ class Fingerprint:
         return self._hash.hexdigest()
 
 
+def fingerprint_of(documents: Iterable[Document]) -> str:
+    """The fingerprint of documents in their order."""
+    fingerprint = Fingerprint()
+    for document in documents:
+        fingerprint.add(document.title, document.text, document.url)
+    return str(fingerprint)
+
+
 def hit_of(document: Document, score: float, rank: int, source: str) -> SearchHit:
     """``document`` as a hit."""
     return SearchHit(title=document.title, text=document.text, url=document.url, score=score, rank=rank, source=source)
@@ -114,8 +121,9 @@ class KeywordIndex:
             for word, count in counts.items():
                 self._postings.setdefault(word, []).append((position, count))
         mean = sum(lengths) / len(lengths) or 1.0
-        self._k1, self._b = k1, b
+        self._k1 = k1
         self._norms = [k1 * (1 - b + b * length / mean) for length in lengths]
+        self._settings = {"backend": "keyword index", "documents": fingerprint_of(self._documents), "k1": k1, "b": b}
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -133,14 +141,7 @@ class KeywordIndex:
 
     def settings(self) -> Mapping[str, Any]:
         """The kind of index, a fingerprint of the documents, and the two constants."""
-        return {"backend": "keyword index", "documents": self._fingerprint, "k1": self._k1, "b": self._b}
-
-    @functools.cached_property
-    def _fingerprint(self) -> str:
-        fingerprint = Fingerprint()
-        for document in self._documents:
-            fingerprint.add(document.title, document.text, document.url)
-        return str(fingerprint)
+        return self._settings
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeywordIndex:
         return self

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from arpo_env.tools.search_index import Document, Fingerprint, SearchHit, hit_of, read_documents, words_of
+from arpo_env.tools.search_index import Document, Fingerprint, SearchHit, fingerprint_of, hit_of, read_documents, words_of
 
 _LAYOUT = 1
 """Raised when fields or ranking change: an index of another layout is built anew."""
@@ -55,11 +55,11 @@ class TantivyIndex:
         if where.exists() and (not where.is_dir() or any(where.iterdir())):
             raise FileExistsError(f"{str(where)!r} is not empty: an index is built into a new directory; use TantivyIndex.open to read one")
         where.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=f".{where.name}.building-", dir=where.parent))
+        building = where.with_name(f".{where.name}.building-{uuid.uuid4().hex}")
+        building.mkdir()
         try:
             _, label = _fill(documents, building)
             (building / _LABEL).write_text(json.dumps(asdict(label)))
-            os.chmod(building, 0o777 & ~_umask())  # mkdtemp's directory is for its owner alone
             os.rename(building, where)
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
@@ -70,8 +70,8 @@ class TantivyIndex:
     def open(cls, path: str | os.PathLike[str], *, documents: Iterable[Mapping[str, Any] | Document] | None = None) -> TantivyIndex:
         """The index that :meth:`build` wrote to ``path``. ``FileNotFoundError`` when there is none; ``ValueError`` when it is of another layout or library,
         damaged, or, where ``documents`` are given, built from others."""
-        label = None if documents is None else _fingerprint(documents)
-        return _open(cls, os.path.abspath(path), label)
+        fingerprint = None if documents is None else fingerprint_of(read_documents(documents))
+        return _open(cls, os.path.abspath(path), fingerprint)
 
     @classmethod
     def open_or_build(cls, documents: Iterable[Mapping[str, Any] | Document], path: str | os.PathLike[str]) -> TantivyIndex:
@@ -148,13 +148,6 @@ def _fill(documents: Iterable[Mapping[str, Any] | Document], path: Path | None) 
     return index, _Label(layout=_LAYOUT, documents=count, fingerprint=str(fingerprint), tantivy=tantivy.__version__)
 
 
-def _fingerprint(documents: Iterable[Mapping[str, Any] | Document]) -> str:
-    fingerprint = Fingerprint()
-    for document in read_documents(documents):
-        fingerprint.add(document.title, document.text, document.url)
-    return str(fingerprint)
-
-
 def _open(kind: type[TantivyIndex], path: str, fingerprint: str | None) -> TantivyIndex:
     """The index at ``path``, of documents with ``fingerprint``."""
     tantivy = _tantivy()
@@ -182,12 +175,6 @@ def _read_label(path: str) -> _Label:
     if label.layout != _LAYOUT:
         raise ValueError(f"the index in {path!r} has layout {label.layout}, expected {_LAYOUT}; build it anew")
     return label
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _tantivy() -> Any:

@@ -1,6 +1,6 @@
-"""MCP servers for the tests, run as a script: ``mcp_server.py sdk | http | plain [FLAG ...]``.
+"""MCP servers for the tests, run as a script: ``mcp_server.py sdk | plain [FLAG ...]``.
 
-``sdk`` and ``http`` are servers of the official SDK (``http`` prints its port). ``plain`` speaks the protocol with the standard library alone: it starts at
+``sdk`` is a server of the official SDK; :func:`over_http` runs it in a thread. ``plain`` speaks the protocol with the standard library alone: it starts at
 once, and does what a server of the SDK cannot be made to do. Flags of ``plain``:
 
 ``read-only``  all its tools are annotated as reading only
@@ -16,6 +16,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -86,7 +88,7 @@ def reply(number: Any, **outcome: Any) -> None:
 
 
 def listing(flags: list[str], cursor: str | None) -> dict[str, Any]:
-    """One tool a page."""
+    """Four tools a page."""
     tools = [{"name": name, "inputSchema": {"type": "object", "properties": properties, "required": list(properties)}} for name, properties in TOOLS.items()]
     if "bad-name" in flags:
         tools.append({"name": "browser.click", "inputSchema": {"type": "object"}})
@@ -98,9 +100,9 @@ def listing(flags: list[str], cursor: str | None) -> dict[str, Any]:
         properties = {"any": {}, "where": {"$ref": "#/$defs/Place"}, "n": {"anyOf": [True, {"type": "null"}]}}
         tools.append({"name": "odd", "title": "Odd", "inputSchema": {"type": "object", "properties": properties, "$defs": {"Place": {"type": "string"}}}})
         tools.append({"name": "open", "inputSchema": {"type": "object"}})
-    page = int(cursor or 0)
-    tool = {**tools[page], "annotations": {"readOnlyHint": "read-only" in flags}}
-    return {"tools": [tool]} | ({"nextCursor": str(page + 1)} if page + 1 < len(tools) else {})
+    start = int(cursor or 0)
+    page = [{**tool, "annotations": {"readOnlyHint": "read-only" in flags}} for tool in tools[start : start + 4]]
+    return {"tools": page} | ({"nextCursor": str(start + 4)} if start + 4 < len(tools) else {})
 
 
 def call(name: str, arguments: dict[str, Any], total: int) -> dict[str, Any]:
@@ -172,20 +174,25 @@ def sdk() -> Any:
     return server
 
 
-def http(server: Any) -> None:
+@contextmanager
+def over_http() -> Iterator[str]:
+    """The address of :func:`sdk` in a thread of this process, which has imported most of it already."""
     import socket
+    import threading
 
     import uvicorn
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        print(listening.getsockname()[1], flush=True)
-        uvicorn.Server(uvicorn.Config(server.streamable_http_app(), log_level="error")).run(sockets=[listening])
+        server = uvicorn.Server(uvicorn.Config(sdk().streamable_http_app(), log_level="error", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/mcp"
+        server.should_exit = True
+        thread.join()
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "plain":
         plain(sys.argv[2:])
-    elif sys.argv[1] == "http":
-        http(sdk())
     else:
         sdk().run()

@@ -49,7 +49,7 @@ def test_a_cached_tool_looks_like_the_tool_and_calls_it_once(tmp_path: Path) -> 
     assert cached.schema() == tool.schema() and cached.main_argument == "text" and (cached.version, cached.settings()) == ("3", {"suffix": "!"})
     first = cached.call(text="a")
     assert first == ToolResult("a!", data=[1, {"a": 1}])
-    assert cached.call(text=" a ") == first and tool.calls == 1
+    assert cached.call(text="a") == first and tool.calls == 1
     first.data[1]["a"] = 2
     assert cached.call(text="a").data == [1, {"a": 1}]
     assert cached.bind() is cached.fork() is copy.deepcopy(cached) is cached
@@ -149,6 +149,25 @@ class TestCachedToolConformance(ToolConformance):
 # -- import of recorded searches ---------------------------------------------------------------------------------------------------------------------------
 
 
+def test_every_character_counts_unless_the_tool_says_otherwise(tmp_path: Path) -> None:
+    cache = ToolCache(tmp_path / "c")
+    texts = ["a  b", "a b", " a b", "a\u0301", "á"]
+    assert [CachedTool(Echo(), cache).call(text=text).text for text in texts] == [f"{text}!" for text in texts]
+    search = CachedTool(SearchTool(KeywordIndex([{"text": "café au lait"}])), cache)
+    results = {search.call(query=query).text for query in ("  café  au lait ", "cafe\u0301 au lait", "café\tau\u00a0\u00a0lait\n", "café au\nlait")}
+    assert len(results) == 1 and cache.stats().here["search"] == {"misses": 1, "stored": 1, "hits": 3}
+
+
+def test_a_cache_that_fails_in_replay_is_unavailable_and_does_not_raise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    CachedTool(Echo(), ToolCache(tmp_path / "c")).call(text="a")
+    tool = Echo()
+    cached = CachedTool(tool, ToolCache(tmp_path / "c", mode="replay"))
+    cached.cache.close()
+    result = cached.call(text="a")
+    assert (result.ok, result.error, tool.calls) == (False, "unavailable", 0) and str(tmp_path) not in result.text
+    assert "is closed" in caplog.text
+
+
 def test_imported_searches_answer_as_the_tool_would_have(tmp_path: Path) -> None:
     record = {"search query: Who ate C++?": "Page 1: One\npage.\nPage 2: Two.", "nothing": "No search results found.", "x </search> <result>": "Page 1: no"}
     (tmp_path / "r.json").write_text(json.dumps(record))
@@ -169,3 +188,19 @@ def test_the_public_record_is_imported(tmp_path: Path) -> None:
     answered = sum(text != "No search results found." and "</search>" not in query for query, text in json.loads(RECORD.read_text()).items())
     assert import_searches(RECORD, cache, tool) == cache.stats().entries == answered == 996
     assert "Jun 1, 2019" in CachedTool(tool, ToolCache(tmp_path / "c", mode="replay")).call(query="Who directed the film Love Finds Andy Hardy?").text
+
+
+def test_two_functions_of_one_name_do_not_share_answers(tmp_path: Path) -> None:
+    def made(answer: str) -> Any:
+        def ask(question: str) -> str:
+            """Answers."""
+            return answer
+
+        ask.__qualname__ = f"{answer}.ask"
+        return arpo_env.tool(timeout=None)(ask)
+
+    cache = ToolCache(tmp_path / "cache.sqlite")
+    assert [CachedTool(made(answer), cache).call(question="?").text for answer in ("one", "two")] == ["one", "two"]
+    newer = arpo_env.tool(timeout=None, version="2")(made("one").function)
+    assert CachedTool(newer, cache).call(question="?").text == "one"
+    assert cache.stats().here["ask"]["misses"] == 3, "another version is another key"

@@ -648,3 +648,35 @@ class TestIsolation:
         assert notebook_env().reset(seed=0)[1]["isolation"] == ""
         env = notebook_env(Notebook(), Runs("one", "namespaces"), Runs("two", "process"), Runs("three", "landlock"))
         assert env.reset(seed=0)[1]["isolation"] == env.fork().step(note("a"))[-1]["isolation"] == env.isolation == "process"
+
+
+def test_a_forked_process_has_places_of_its_own() -> None:
+    """A thread holds the only place of a tool when the process forks: the child, which has no such thread, is not kept waiting."""
+    code = """
+import os, signal, threading
+import arpo_env
+
+busy, free = threading.Event(), threading.Event()
+
+class Slow(arpo_env.Tool):
+    name, description, timeout, max_concurrency = "slow", "Waits.", None, 1
+
+    def call(self):
+        if threading.current_thread() is not threading.main_thread():
+            busy.set(); free.wait()
+        return "done"
+
+env = arpo_env.ToolEnv([{"question": "q", "answer": "a"}], [Slow()])
+env.reset(seed=0)
+other = env.fork()
+thread = threading.Thread(target=other.step, args=("<slow></slow>",)); thread.start(); busy.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    os._exit(0 if "done" in env.step("<slow></slow>")[0] else 1)
+status = os.waitpid(child, 0)[1]
+free.set(); thread.join()
+print(status)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.stdout.strip() == "0", done.stderr

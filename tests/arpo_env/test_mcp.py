@@ -5,9 +5,11 @@ import gc
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +22,8 @@ from arpo_env.testing import ToolConformance, check_fork
 from arpo_env.tools.base import Tool, ToolResult, check_arguments
 
 pytest.importorskip("mcp_types")  # came with version 2 of the SDK
+
+import mcp_server
 
 from arpo_env.tools import mcp_connection
 from arpo_env.tools.mcp import MCPServerError, MCPTool, MCPTools
@@ -115,10 +119,8 @@ def make_env(tools: MCPTools) -> arpo_env.ToolEnv:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with subprocess.Popen([*SERVER, "http"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        assert server.stdout is not None
-        yield f"http://127.0.0.1:{server.stdout.readline().strip()}/mcp"
-        server.terminate()
+    with mcp_server.over_http() as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -128,16 +130,16 @@ def over_http(address: str) -> Iterator[MCPTools]:
 
 
 def test_a_server_of_the_sdk_over_stdio() -> None:
-    tools = MCPTools([*SERVER, "sdk"], include=["add", "echo"], timeout=LONG)
-    assert [tool.name for tool in tools] == ["add", "echo"]
-    assert tools[0].description == "Add to the counter; returns the total." and tools[0].main_argument == "amount"
-    assert tools[0].parameters["properties"]["amount"]["type"] == "integer"
-    assert check_arguments(tools[0], {"amount": "x"}) is not None and check_arguments(tools[1], {"text": "x"}) is None
-    env = make_env(tools)
-    env.reset(seed=0)
-    assert "5" in env.step(turn("add", amount=5))[0]
-    assert "12" in env.step(turn("add", amount=7))[0]
-    env.close()
+    with MCPTools([*SERVER, "sdk"], include=["add", "echo"], timeout=LONG, fork="shared") as tools:  # shared: it takes seconds to start
+        assert [tool.name for tool in tools] == ["add", "echo"]
+        assert tools[0].description == "Add to the counter; returns the total." and tools[0].main_argument == "amount"
+        assert tools[0].parameters["properties"]["amount"]["type"] == "integer"
+        assert check_arguments(tools[0], {"amount": "x"}) is not None and check_arguments(tools[1], {"text": "x"}) is None
+        env = make_env(tools)
+        env.reset(seed=0)
+        assert "5" in env.step(turn("add", amount=5))[0]
+        assert "12" in env.step(turn("add", amount=7))[0]
+        env.close()
 
 
 def test_sessions_of_a_server_of_the_sdk_fork_by_replay(address: str) -> None:
@@ -416,11 +418,73 @@ def test_a_stuck_shared_server_is_replaced(plain: Callable[..., MCPTools], diary
     assert diary.started == 2
 
 
+def test_threads_that_wait_for_a_start_share_its_failure(plain: Callable[..., MCPTools], monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = plain(fork="shared")
+    tools._server._connection.close()  # type: ignore[union-attr]
+    entered, starts = threading.Semaphore(0), []
+
+    class Lock:
+        """Counts who wants it."""
+
+        lock = threading.RLock()
+
+        def __enter__(self) -> None:
+            entered.release()
+            self.lock.acquire()
+
+        def __exit__(self, *exception: object) -> None:
+            self.lock.release()
+
+    def hang(*arguments: object, **settings: object) -> None:
+        starts.append(1)
+        for _ in range(3 if len(starts) == 1 else 0):
+            assert entered.acquire(timeout=60)
+        raise MCPServerError("hung")
+
+    monkeypatch.setattr("arpo_env.tools.mcp_server.Connection", hang)
+    monkeypatch.setattr(tools._server, "_lock", Lock())
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(lambda _: named(tools)["echo"].call(text="a"), range(3)))
+    assert [result.error for result in results] == ["unavailable"] * 3 and len(starts) == 1
+    assert named(tools)["echo"].call(text="a").error == "unavailable" and len(starts) == 2  # who comes later tries anew
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("fork", ["shared", "none"])
+def test_a_process_forked_during_a_call_has_servers_of_its_own(plain: Callable[..., MCPTools], diary: Diary, fork: str) -> None:
+    episode = bound(plain(fork=fork))
+    episode["echo"].call(text="before")
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with episode["echo"]._server._lock:
+            held.set()
+            over.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(hold)
+        assert held.wait(60)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            try:
+                first, second = episode["echo"].call(text="a"), episode["echo"].call(text="b")
+                mcp_connection.close_all()
+                os._exit(0 if (first.ok or first.error == "died") and second.ok else 1)
+            finally:
+                os._exit(2)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        over.set()
+    assert ended == 0
+    assert episode["echo"].call(text="after").ok  # the parent's server is untouched
+    close(episode)
+
+
 # -- starts that fail ------------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_server_that_ends_at_once_is_an_error_with_its_last_words() -> None:
-    with pytest.raises(MCPServerError, match=r"(?s)plain crash.*did not start.*no licence found\ngiving up"):
+    with pytest.raises(MCPServerError, match=r"(?s)MCP server 'python' did not start.*no licence found\ngiving up"):
         MCPTools([*PLAIN, "crash"])
 
 
@@ -440,14 +504,15 @@ def test_what_is_not_there_is_an_error(server: str) -> None:
         MCPTools(server)
 
 
-def test_a_server_that_stops_starting_is_unavailable(plain: Callable[..., MCPTools], tmp_path: Path) -> None:
+def test_a_server_that_stops_starting_is_unavailable(plain: Callable[..., MCPTools], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     script = tmp_path / "server.py"
     script.write_text(Path(SERVER[1]).read_text())
     tools = MCPTools([sys.executable, "-S", str(script), "plain"], timeout=LONG)
     script.unlink()
     episode = bound(tools)
     result = episode["total"].call()
-    assert (result.error, result.state) == ("unavailable", "none") and "No such file" in result.text
+    assert (result.error, result.state) == ("unavailable", "none") and "No such file" in caplog.text
+    assert str(script) not in result.text  # what it wrote to stderr is not for the model
     close(episode)
 
 
@@ -465,7 +530,7 @@ def test_a_name_that_does_not_suit_is_refused_or_changed() -> None:
 
 
 def test_a_broken_schema_is_an_error_that_says_where() -> None:
-    with pytest.raises(MCPServerError, match=r"(?s)list of tools is broken after .*'mixed'.*inputSchema.properties.x"):
+    with pytest.raises(MCPServerError, match=r"(?s)list of tools is broken after .*'refuse'.*inputSchema.properties.x"):
         MCPTools([*PLAIN, "bad-schema"])
     with pytest.raises(ValueError, match=r"tool 'broken': 'required' must name properties"):
         MCPTools([*PLAIN, "bad-required"])
@@ -513,14 +578,15 @@ def test_options_of_a_command_do_not_fit_an_address() -> None:
 
 
 def test_settings_identify_the_server_and_hold_no_secret(plain: Callable[..., MCPTools], diary: Diary) -> None:
-    tools = plain(env={**diary.env, "API_KEY": "hush"})
+    tools = plain("--key=hush", env={**diary.env, "API_KEY": "hush"})
     shown = json.dumps(tools[0].settings())
     assert tools[0].settings()["server"]["name"] == "plain" and tools[0].settings()["server"]["version"] == "7"
     assert "hush" not in shown and "mcp_server.py" not in shown and "hush" not in repr(tools) + repr(tools._server.options)
     assert shown != json.dumps(plain()[0].settings())  # another environment is another server
     address = mcp_connection.Url("https://user:hush@example.org/mcp?key=hush", {"Authorization": "hush"})
-    assert address.settings() == {"url": "https://example.org/mcp", "headers": ["authorization"]}
-    assert "hush" not in str(address)
+    shown = address.settings()
+    assert (shown["url"], shown["headers"]) == ("https://example.org/mcp", ["authorization"]) and "hush" not in f"{address} {shown}"
+    assert shown["query"] != mcp_connection.Url("https://example.org/mcp?profile=2").settings()["query"]  # another profile may answer differently
 
 
 # -- copies and the end ----------------------------------------------------------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ def test_the_predecessor_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "ddgs.engines", None)
     with pytest.warns(UserWarning, match=r"asks Bing alone.*arpo\[ddgs\]") as caught:
         backend = DDGS()
-    assert caught[0].filename == __file__
+    assert caught[0].filename == __file__ and backend.settings()["backend"] == "duckduckgo_search"
     assert backend.search("q", 3) == []
     monkeypatch.setattr(Predecessor, "answer", [{"title": "A", "href": "http://a", "body": "b"}])
     assert [(hit.title, hit.url, hit.text) for hit in backend.search("q", 3)] == [("A", "http://a", "b")]

@@ -2,8 +2,11 @@
 
 import copy
 import json
+import os
 import pickle
+import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +105,17 @@ def test_the_retriever_protocol(server: LocalServer) -> None:
     ]
     (request,) = server.requests
     assert (request.path, request.json) == ("/retrieve", {"queries": ["Brun"], "topk": 3, "return_scores": True})
+
+
+def test_serper_leaves_the_list_out_where_nothing_was_found(server: LocalServer) -> None:
+    server.reply(Reply(body={"searchParameters": {"q": "q"}, "credits": 1}))
+    assert Serper(KEY, url=server.url).search("q", 5) == []
+
+
+def test_tavily_is_asked_for_no_more_than_it_takes(server: LocalServer) -> None:
+    server.reply(Reply(body=TAVILY))
+    Tavily(KEY, url=server.url).search("x" * 401, 21)
+    assert server.requests[0].json == {"query": "x" * 400, "max_results": 20, "search_depth": "basic"}
 
 
 def test_a_retriever_that_gives_no_scores(server: LocalServer) -> None:
@@ -245,7 +259,7 @@ def test_an_answer_without_end_is_cut_at_the_deadline(server: LocalServer, clock
 # -- Retry-After, deadline, limits -------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("value", "seconds"), [("7", 7.0), ("Thu, 01 Jan 1970 00:16:47 GMT", 7.0), ("soon", 0.5), ("-1", 0.0)])
+@pytest.mark.parametrize(("value", "seconds"), [("7", 7.0), ("Thu, 01 Jan 1970 00:16:47 GMT", 7.0), ("soon", 0.5), ("-1", 0.0), ("9" * 400, 0.5)])
 def test_retry_after_is_obeyed_in_seconds_and_as_a_date(server: LocalServer, clock: Clock, value: str, seconds: float) -> None:
     server.reply(Reply(429, headers={"Retry-After": value}), Reply(body=SEARXNG))
     assert len(SearxNG(server.url).search("q", 5)) == 2
@@ -343,6 +357,33 @@ def test_a_key_appears_nowhere(server: LocalServer, make: Make, tmp_path: Path, 
     seen += [caplog.text, *(path.read_bytes().decode("latin-1") for path in tmp_path.iterdir())]
     assert not any(KEY in text for text in seen)
     assert "***" in seen[3]
+
+
+def test_no_half_of_a_key_is_left_where_a_message_is_cut(server: LocalServer) -> None:
+    server.reply(Reply(401, "x" * 190 + KEY))
+    assert KEY[:6] not in SearchTool(Serper(KEY, url=server.url)).call(query="q").text
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_process_forked_during_a_request_can_search(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, gate = threading.Event(), threading.Event()
+    server.reply(Reply(body=SEARXNG, before=lambda: (entered.set(), gate.wait(60))), Reply(body=SEARXNG))
+    backend = SearxNG(server.url, http=HttpClient(max_concurrency=1, timeout=60, deadline=60))
+    monkeypatch.setattr(ssl, "create_default_context", None)  # the first request makes nothing under a lock that the child would find taken
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(backend.search, "q", 1)
+        assert entered.wait(60)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            try:
+                os._exit(0 if backend.search("q", 1) else 1)
+            finally:
+                os._exit(2)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        gate.set()
+        assert (ended, len(first.result(60))) == (0, 1)
 
 
 def test_keys_come_from_the_environment_or_are_missed_at_once(monkeypatch: pytest.MonkeyPatch, server: LocalServer) -> None:
