@@ -6,6 +6,8 @@ All play the same episode: eight turns ``<think>..</think><calc>a*b</calc>`` and
 Speeds are per CPU second of the process (so a loaded machine matters less); every repetition plays all of them once, in rotating order; shown are the median
 over repetitions and the median of the ratios to plain Gymnasium within a repetition. A copy is called right when a call in the copy is counted there and not
 in its parent. Then how environments of other libraries fork behind their adapters, and what importing each library costs. What is not installed is listed.
+verifiers 0.4 has neither a step nor a copy to measure (its environments run an agent against a model endpoint), so that it appears among the imports alone; it
+needs a virtual environment apart from this project's other extras.
 """
 
 from __future__ import annotations
