@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
-import socket
 import threading
 from typing import TYPE_CHECKING
 
 from . import proctree
 from .isolation import SandboxError
 from .lineage import Lineage
-from .wire import PROTOCOL, Channel
+from .trees import remove_tree
+from .wire import PROTOCOL, SHORT_FRAME, Channel, close_all, open_ends
 
 if TYPE_CHECKING:
     from .pool import Pool
@@ -28,9 +27,8 @@ class Branch:
         """Why the sandbox ended it on its own account."""
         self._lock = threading.RLock()  # a finaliser may come in between
         self._killed = self._freed = False
-        ours, self._far_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours, self._far_control, self.output, self._far_output = open_ends()
         self.channel = Channel(ours)
-        self.output, self._far_output = os.pipe()
         os.set_blocking(self.output, False)
         lineage.add(self)
 
@@ -52,16 +50,21 @@ class Branch:
     def greet(self, deadline: float) -> None:
         """Wait for the worker's hello. ``SandboxError`` when it reports a failure, ends, or keeps silent."""
         try:
-            message, fds = self.channel.receive(deadline=deadline)
+            message, fds = self.channel.receive(deadline=deadline, most=SHORT_FRAME)
         except (EOFError, TimeoutError) as error:
             raise SandboxError(f"a new session did not come up: {error}") from None
-        if message["op"] != "hello" or message["protocol"] != PROTOCOL:
+        inner = message.get("pid")
+        if message.get("op") != "hello" or message.get("protocol") != PROTOCOL or not isinstance(inner, int) or len(fds) != 1:
+            close_all(fds)
             raise SandboxError(f"a new session did not come up: {message.get('reason', message)}")
         (self.pidfd,) = fds
         pid = proctree.pid_of(self.pidfd)
         if pid is None:
             raise SandboxError("a new session ended at once")
-        self.pid, self.inner_pid = pid, message["pid"]
+        if pid in self.pool.living or (self.lineage.keeper_pid > 0 and self.lineage.keeper_pid not in proctree.ancestors(pid)):
+            # The parent may be under the control of a hostile cell: what it names is ended when the session is, so it must be the session's own.
+            raise SandboxError(f"a new session did not come up: it says that it is process {pid}, which is another one")
+        self.pid, self.inner_pid = pid, inner
         self.pool.living.add(pid)
         self.lineage.admit(self.inner_pid)
         if self.lineage.keeper_pid < 0 and (entry := proctree.stat(pid)) is not None:  # the first worker is the keeper's own child
@@ -71,7 +74,11 @@ class Branch:
     def alive(self) -> bool:
         """Whether the worker's process runs."""
         with self._lock:  # the descriptor is closed after a kill only
-            return self.pidfd >= 0 and not self._killed and not select.select([self.pidfd], [], [], 0)[0]
+            if self.pidfd < 0 or self._killed:
+                return False
+            poller = select.poll()  # select() takes no descriptor above 1023
+            poller.register(self.pidfd, select.POLLIN)
+            return not poller.poll(0)
 
     def kill(self, why: str = "") -> None:
         """End the worker and everything below it except living copies. Idempotent; needs no other lock, so it ends a running cell."""
@@ -82,6 +89,12 @@ class Branch:
             if self.pid > 0:
                 self.pool.living.discard(self.pid)
                 proctree.kill_branch(self.pidfd, self.pid, frozenset(self.pool.living))
+
+    def disown(self) -> None:
+        """In a process forked from ours: drop the sockets, and the locks, which a thread of the other process may have held."""
+        self._lock = threading.RLock()
+        self.channel.close()
+        self.lineage.disown()
 
     def free(self) -> None:
         """:meth:`kill`, and give back descriptors and directory. Idempotent."""
@@ -97,6 +110,6 @@ class Branch:
         if self.pool.owned:
             on_host = self.pool.root is not None
             if on_host:
-                shutil.rmtree(self.directory, ignore_errors=True)
+                remove_tree(self.directory)
             self.lineage.remove(self, None if on_host else self.name)
             self.pool.branches.discard(self)

@@ -18,10 +18,12 @@ import os
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import kernel, landlock, mounts, places, proctree, seccomp
+from .trees import remove_tree
 
 OUTSIDE_UID = 60000
 """Who the cells of a root user are at the level ``namespaces``; every user's cells see this number."""
@@ -42,7 +44,7 @@ class Process:
 
     def __init__(self, root: str, disk_mb: int):
         self.root, self.disk_mb = root, disk_mb
-        self.facts = {"user": "", "network": "", "seccomp": "", "signals": ""}
+        self.facts = {"user": "", "network": "", "seccomp": "", "signals": "", "truncate": ""}
         """What could not be had, as ``name: reason``; the empty string where it could."""
         self._filter = b""
 
@@ -102,12 +104,12 @@ class Process:
     def end_session(self, session: str) -> None:
         """End all processes below this one, the keeper, and remove the session's files."""
         proctree.kill_descendants(os.getpid())
-        shutil.rmtree(os.path.join(self.root, session), ignore_errors=True)
+        remove_tree(os.path.join(self.root, session))
 
     def end_pool(self) -> None:
         """End all processes below this one, the zygote, and remove the pool's files."""
         proctree.kill_descendants(os.getpid())
-        shutil.rmtree(self.root, ignore_errors=True)
+        remove_tree(self.root)
 
 
 class Landlocked(Process):
@@ -122,6 +124,8 @@ class Landlocked(Process):
             raise OSError(errno.ENOSYS, f"the level needs seccomp: {self.facts['seccomp']}")
         if version < landlock.SIGNALS_ABI:
             self.facts["signals"] = f"Landlock has version {version} here, and keeps signals in from version {landlock.SIGNALS_ABI} on (Linux 6.12)"
+        if version < landlock.TRUNCATE_ABI:
+            self.facts["truncate"] = f"Landlock has version {version} here, and keeps files from being cut from version {landlock.TRUNCATE_ABI} on (Linux 6.2)"
         self._readable = [*places.SYSTEM, *places.ETC, "/etc/passwd", "/etc/group", "/proc", *places.interpreter(imports)]
 
     def lock(self, home: Home) -> None:
@@ -176,8 +180,9 @@ class Namespaces(Process):
             os.setresuid(OUTSIDE_UID, OUTSIDE_UID, OUTSIDE_UID)
             kernel.own_proc_entries()
         kernel.enter_user_namespace(OUTSIDE_UID, kernel.CLONE_NEWNS)  # from here on all mounts so far are locked
-        if not os.access(os.__file__, os.R_OK):
-            raise OSError(errno.EACCES, f"{os.__file__} is not readable for others than root, and cells run as user {OUTSIDE_UID}")
+        for path in (os.__file__, sys.prefix, sys.executable):  # a virtual environment may be private where its interpreter is not
+            if not os.access(path, os.R_OK):
+                raise OSError(errno.EACCES, f"{path} is not readable for others than root, and cells run as user {OUTSIDE_UID}")
         os.mkdir(f"{mounts.BRANCHES}/{session}", 0o700)
 
     def home(self, branch: str) -> Home:

@@ -83,7 +83,7 @@ class IsolationReport:
         "processes counted per session",
         "disk use limited",
         "absolute paths private to a copy",
-        "memory, file size, open files, CPU and wall time limited",
+        "memory, CPU, file size and open files of a process limited, and the time of a cell",
     )
     """All guarantees that are reported, kept or missing."""
 
@@ -101,7 +101,7 @@ class IsolationReport:
 
 
 def report_of(level: Level, facts: Mapping[str, str]) -> IsolationReport:
-    """The report for what the guest side says it could do (``user``, ``network``, ``seccomp``, ``signals``: the empty string, or why not)."""
+    """The report for what the guest side says it could do (``user``, ``network``, ``seccomp``, ``signals``, ``truncate``: the empty string, or why not)."""
     return IsolationReport(level=level, missing=_MISSING[level](facts))
 
 
@@ -125,6 +125,8 @@ def _missing_landlock(facts: Mapping[str, str]) -> dict[str, str]:
     missing["host processes invisible"] = "cells see the host's /proc (names and arguments of processes, not their memory or environment)"
     if facts["signals"]:
         missing["host processes cannot be signalled"] = missing["sessions cannot reach each other"] = facts["signals"]
+    if facts["truncate"]:
+        missing["host files unwritable"] = facts["truncate"]
     return missing | _ON_HOST
 
 

@@ -7,7 +7,6 @@ The keeper runs no code of others. At the level ``namespaces`` it is the first p
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 
@@ -15,6 +14,7 @@ from . import kernel, worker
 from .isolate import Process
 from .limits import Limits
 from .reaper import EXITS_FD, reap_all
+from .trees import remove_tree
 from .wire import Channel, Message
 
 
@@ -45,7 +45,7 @@ def _keep(level: Process, session: str, channel: Channel) -> None:
     try:
         while True:
             message, _ = channel.receive()
-            shutil.rmtree(level.home(message["branch"]).storage, ignore_errors=True)  # "gone", the only one there is
+            remove_tree(level.home(message["branch"]).storage)  # "gone", the only one there is
     except EOFError:
         pass
     finally:

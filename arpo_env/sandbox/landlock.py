@@ -26,6 +26,7 @@ _TCP = 1 | 2
 _SCOPES = 1 | 2
 """Abstract unix sockets and signals."""
 SIGNALS_ABI = 6
+TRUNCATE_ABI = 3
 
 
 class _Ruleset(ctypes.Structure):
@@ -44,7 +45,7 @@ def abi() -> int:
 
 def _handled(version: int) -> int:
     handled = _ALL_OF_ABI_1
-    for least, right in ((2, _REFER), (3, _TRUNCATE), (5, _IOCTL_DEV)):
+    for least, right in ((2, _REFER), (TRUNCATE_ABI, _TRUNCATE), (5, _IOCTL_DEV)):
         if version >= least:
             handled |= right
     return handled

@@ -27,8 +27,8 @@ class Limits:
     open_files: int = 1024
     """Open descriptors. At least 1024: the worker keeps its own at 1000 and 1001."""
     processes: int = 256
-    """Processes of one session with all its copies. Beyond: OSError in the cell, or, where the kernel does not count them per session, its end within a
-    fraction of a second."""
+    """Processes and threads of one session with all its copies. Beyond: an error in the cell, or, where the kernel does not count them per session, its end
+    within a fraction of a second."""
 
     def __post_init__(self) -> None:
         for name, least in (("memory_mb", 16), ("file_mb", 1), ("disk_mb", 1), ("open_files", 1024), ("processes", 8)):

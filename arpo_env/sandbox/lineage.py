@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
+import signal
 import threading
 from time import monotonic, sleep
 
 from . import proctree
-from .wire import Channel
+from .wire import Channel, open_ends
 
 _STATUS_SECONDS = 0.5
 _SEND_SECONDS = 1.0
+_READS = 64
+_LINE_BYTES = 64
 
 
 class Lineage:
@@ -26,9 +28,8 @@ class Lineage:
         self._statuses: dict[int, int] = {}
         self._partial = b""
         self._closed = False
-        ours, self._far_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours, self._far_control, self._exits, self._far_exits = open_ends()
         self._channel = Channel(ours)
-        self._exits, self._far_exits = os.pipe()
         os.set_blocking(self._exits, False)
         os.set_blocking(self._far_exits, False)  # a full pipe must not stop a worker
 
@@ -63,11 +64,12 @@ class Lineage:
             if self._closed:
                 return
             self._closed = True
-            self.disown()
+            self._channel.close()
             os.close(self._exits)
 
     def disown(self) -> None:
-        """Drop the socket, in a process forked from ours too: the keeper lives as long as anybody holds it."""
+        """In a process forked from ours: drop the socket, or the keeper would live as long as this process, and the lock, which a thread may have held."""
+        self._lock = threading.RLock()
         self._channel.close()
 
     def admit(self, pid: int) -> None:
@@ -97,11 +99,13 @@ class Lineage:
         if self._closed:
             return
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._exits, 1 << 16):
-                *lines, self._partial = (self._partial + data[-(1 << 16) :]).split(b"\n")
+            for _ in range(_READS):  # a cell can write here: anything, and without end
+                *lines, rest = (self._partial + os.read(self._exits, 1 << 16)).split(b"\n")
+                self._partial = rest[:_LINE_BYTES]
                 for line in lines:
-                    with contextlib.suppress(ValueError):  # a cell can write here
+                    with contextlib.suppress(ValueError):
                         pid, status = map(int, line.split())
-                        self._statuses[pid] = status
+                        if 0 <= status < 1 << 16 and os.WTERMSIG(status) < signal.NSIG:
+                            self._statuses[pid] = status
         while len(self._statuses) > 1000:
             del self._statuses[next(iter(self._statuses))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -14,6 +15,9 @@ import weakref
 from collections.abc import Mapping
 from time import monotonic
 from typing import Any, Self
+
+with contextlib.suppress(ImportError):  # not on Windows, where the sandbox is refused before anything here is called
+    import fcntl
 
 from . import guest, proctree
 from .branch import Branch
@@ -48,10 +52,13 @@ class Pool:
         self._numbers = itertools.count()
         self._host = os.getpid()
         self._watchdog: Watchdog | None = None
-        self.root = None if self.level == "namespaces" else Root()
-        """The directory that holds the sessions' files; None where they are in the sandbox's own file system."""
         self._process: subprocess.Popen[bytes] | None = None
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.root = None if self.level == "namespaces" else Root()
+            """The directory that holds the sessions' files; None where they are in the sandbox's own file system."""
+        except OSError as error:
+            raise SandboxError(f"the sandbox did not start: {error}") from error
         self._channel = Channel(ours)
         _every_pool.add(self)
         try:
@@ -71,18 +78,22 @@ class Pool:
         if not hello["facts"]["counted"]:
             self._watchdog = Watchdog(self)
 
-    def _spawn(self, control: int, log: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, theirs: int, log: int) -> subprocess.Popen[bytes]:
         home = "/" if self.root is None else self.root.path
-        return subprocess.Popen(
-            guest.command(control),
-            env=guest.environment() | {"HOME": home},
-            cwd=home,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=(control,),
-            start_new_session=True,  # Ctrl-C in a terminal is the host's
-        )
+        control = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3)  # in a host without standard streams it may lie where the guest's go
+        try:
+            return subprocess.Popen(
+                guest.command(control),
+                env=guest.environment() | {"HOME": home},
+                cwd=home,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(control,),
+                start_new_session=True,  # Ctrl-C in a terminal is the host's
+            )
+        finally:
+            os.close(control)
 
     def _greet(self, log: int) -> Mapping[str, Any]:
         deadline = monotonic() + _START_SECONDS
@@ -127,11 +138,19 @@ class Pool:
 
     def new_lineage(self) -> Lineage:
         """Channels for a new keeper."""
-        return Lineage(str(next(self._numbers)))
+        try:
+            return Lineage(str(next(self._numbers)))
+        except OSError as error:
+            raise SandboxError(f"no descriptors for a new session: {error}") from error
 
     def new_branch(self, lineage: Lineage) -> Branch:
         """Channels and the name of a directory for a new worker."""
-        branch = Branch(self, lineage, next(self._numbers))
+        try:
+            branch = Branch(self, lineage, next(self._numbers))
+        except OSError as error:
+            raise SandboxError(
+                f"no descriptors for a new session: {error}. A session holds 5, a copy 3; ulimit -n shows how many this process may have"
+            ) from error
         self.branches.add(branch)
         return branch
 
@@ -164,8 +183,7 @@ class Pool:
         """In a process forked from ours: drop the sockets, or the sandbox would outlive its host as long as this process lives."""
         self._channel.close()
         for branch in list(self.branches):
-            branch.channel.close()
-            branch.lineage.disown()
+            branch.disown()
 
 
 _pools: dict[tuple[tuple[str, ...], Limits], Pool] = {}

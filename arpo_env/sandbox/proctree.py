@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 _ROUNDS = 100
@@ -18,6 +18,7 @@ class ProcessStat:
     state: str
     parent: int
     session: int
+    threads: int
     exit_status: int
     """As from ``os.waitpid``; meaningful for a zombie only, 0 when we may not know it."""
 
@@ -30,7 +31,7 @@ def stat(pid: int) -> ProcessStat | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = line[line.rindex(b")") + 2 :].split()  # the name before it may hold spaces and brackets; fields[0] is field 3 of proc(5)
-    return ProcessStat(state=fields[0].decode(), parent=int(fields[1]), session=int(fields[3]), exit_status=int(fields[49]))
+    return ProcessStat(state=fields[0].decode(), parent=int(fields[1]), session=int(fields[3]), threads=int(fields[17]), exit_status=int(fields[49]))
 
 
 def pid_of(pidfd: int) -> int | None:
@@ -60,6 +61,13 @@ def _all_pids() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
+def ancestors(pid: int) -> Iterator[int]:
+    """The parent of ``pid``, its parent, and so on."""
+    while pid > 1 and (entry := stat(pid)) is not None:
+        pid = entry.parent
+        yield pid
+
+
 def descendants(pid: int, keep: Collection[int] = ()) -> list[int]:
     """Living processes below ``pid``; those in ``keep`` and all below them are left out."""
     found: list[int] = []
@@ -75,6 +83,11 @@ def descendants(pid: int, keep: Collection[int] = ()) -> list[int]:
             found.append(child)
         queue += children(child)
     return found
+
+
+def count_threads(pids: Iterable[int]) -> int:
+    """Threads of all these processes: what the kernel counts as processes."""
+    return sum(entry.threads for pid in pids if (entry := stat(pid)) is not None)
 
 
 def kill_descendants(pid: int, keep: Collection[int] = ()) -> None:

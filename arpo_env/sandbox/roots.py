@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 import time
+
+from .trees import remove_tree
 
 with contextlib.suppress(ImportError):  # not on Windows, where the sandbox is refused before anything here is called
     import fcntl
@@ -28,7 +29,7 @@ class Root:
     def remove(self) -> None:
         """Remove it with all that is in it. Idempotent."""
         if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
+            remove_tree(self.path)
             os.close(self._lock)
             self._lock = -1
 
@@ -40,7 +41,7 @@ def sweep() -> None:
     for path in found:
         with contextlib.suppress(OSError):
             if _is_stale(path):
-                shutil.rmtree(path, ignore_errors=True)
+                remove_tree(path)
 
 
 def _is_stale(path: str) -> bool:

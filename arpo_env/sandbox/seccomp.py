@@ -1,7 +1,8 @@
 """The system calls that a cell is refused, as a seccomp filter. Guest side, standard library only.
 
-A deny list: what a calculation needs stays possible. Refused at every level: sockets (``socketpair``, which asyncio uses, is none to the outside), other
-processes' memory, mounts and namespaces, ``kill(-1)``, and the calls with a record of kernel faults (bpf, io_uring, userfaultfd, keys, perf).
+A deny list: what a calculation needs stays possible. Refused at every level: sockets (``socketpair``, which asyncio uses, is none to the outside as long as
+it is a stream: datagrams can be sent to any address), other processes' memory, memory that no limit counts (memfd), mounts and namespaces, ``kill(-1)``, and
+the calls with a record of kernel faults (bpf, io_uring, userfaultfd, keys, perf).
 At the level ``namespaces`` a copy makes a mount namespace of its own and binds its directory there, so exactly these calls stay possible for cells as well;
 the user namespace they run in can do nothing to a mount it did not make.
 
@@ -36,6 +37,7 @@ _REFUSED = {
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
     "io_uring_setup": (425, 425),
+    "ioprio_set": (251, 30),
     "ioperm": (173, None),
     "iopl": (172, None),
     "kcmp": (312, 272),
@@ -44,6 +46,8 @@ _REFUSED = {
     "keyctl": (250, 219),
     "lookup_dcookie": (212, 18),
     "modify_ldt": (154, None),
+    "memfd_create": (319, 279),  # memory that no limit counts
+    "memfd_secret": (447, 447),
     "mount_setattr": (442, 442),
     "move_mount": (429, 429),
     "mq_open": (240, 180),
@@ -76,13 +80,24 @@ _REFUSED = {
     "userfaultfd": (323, 282),
     "vhangup": (153, 58),
 }
-_CLONE, _CLONE3, _KILL = (56, 220), (435, 435), (62, 129)
+_CLONE, _CLONE3, _KILL, _SOCKETPAIR = (56, 220), (435, 435), (62, 129), (53, 199)
 _UNSHARE, _MOUNT, _UMOUNT = (272, 97), (165, 40), (166, 39)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the tables, and the number by which the kernel calls the machine (AUDIT_ARCH)."""
 _X32 = 0x40000000
 """Numbers from here on are the x86_64 calls again in another calling convention."""
 _NEW_NAMESPACES = 0x7E020000
+_OWN_ONLY = {
+    "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+}
+"""Calls that change limits and scheduling of the process in their first argument, for the same user without asking further: 0, the caller, alone is allowed."""
+_SETPRIORITY = (141, 140)
+_NO_STREAM = 0xE
+"""Bits of a socket's type that SOCK_STREAM, which is 1, does not have; the flags of the type are above."""
 
 _ALLOW = 0x7FFF0000
 _KILL_PROCESS = 0x80000000
@@ -114,6 +129,10 @@ def program(*, own_mounts: bool) -> bytes:
     code += _when(_CLONE3[column], [_refuse(errno.ENOSYS)])
     code += _when(_CLONE[column], _unless_any(0, _NEW_NAMESPACES))
     code += _when(_KILL[column], [(_LOAD, 0, 0, _low(0)), (_EQUAL, 0, 1, 0xFFFFFFFF), _refuse(), _allow()])
+    for numbers in _OWN_ONLY.values():
+        code += _when(numbers[column], _only(0, 0))
+    code += _when(_SETPRIORITY[column], [(_LOAD, 0, 0, _low(0)), (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, _low(1)), (_EQUAL, 0, 1, 0), _allow(), _refuse()])
+    code += _when(_SOCKETPAIR[column], _unless_any(1, _NO_STREAM))
     if own_mounts:
         code += _when(_UNSHARE[column], _only(0, kernel.CLONE_NEWNS))
         code += _when(_MOUNT[column], _only(3, kernel.MS_BIND))

@@ -14,7 +14,7 @@ from .isolation import ForkRefused, SandboxError, SessionLost
 from .lineage import Lineage
 from .text import HeadTail
 from .watch import GRACE, CellResult, Watch
-from .wire import Channel, Message
+from .wire import SHORT_FRAME, Channel, Message, close_all
 
 if TYPE_CHECKING:
     from .pool import Pool
@@ -72,6 +72,7 @@ class Session:
 
     def exec(self, code: str, *, timeout: float = 10.0, output_chars: int = 8000) -> CellResult:
         """Run ``code`` for at most ``timeout`` seconds of wall time. Everything the code does is a result; ``SessionLost`` when there is no interpreter."""
+        self._check_owner()
         with self._lock:
             self._check()
             deadline = monotonic() + timeout
@@ -83,6 +84,9 @@ class Session:
                 result = watch.run()
             except (OSError, EOFError):  # the worker ended before it took the message
                 result = watch.died()
+            except BaseException:  # Ctrl-C in the host: the answer to this cell would be taken for the next one's
+                self._lose("a call to the interpreter was broken off by the host")
+                raise
             if not result.kept:
                 self._lose(result.error)
             return result
@@ -92,6 +96,7 @@ class Session:
 
         ``ForkRefused`` when threads run in it, ``SessionLost`` when its interpreter has ended, ``SandboxError`` when the machine has no room for a copy.
         """
+        self._check_owner()
         with self._lock:
             self._check()
             branch = self._branch.pool.new_branch(self._branch.lineage)
@@ -101,14 +106,21 @@ class Session:
                 branch.free()
                 self._lose(f"the interpreter ended while it was copied ({error})")
                 raise SessionLost(self._lost) from None
+            except SandboxError:
+                branch.free()
+                raise
             except BaseException:
                 branch.free()
+                self._lose("a copy of the interpreter was broken off by the host")
                 raise
             return type(self)(branch)
 
     def close(self) -> None:
         """End the interpreter and free what it holds; copies live on. Idempotent, from any thread."""
         self._closed = True
+        if not self._branch.pool.owned:  # the lock may be held by a thread that this process does not have
+            self._finalizer()
+            return
         self._branch.kill()
         with self._lock:
             self._finalizer()
@@ -119,11 +131,14 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _check_owner(self) -> None:
+        """Before the lock: in a process forked from ours, a thread that is not there may hold it."""
+        if not self._branch.pool.owned:
+            raise SandboxError("the session belongs to the process that this one was forked from; make a new one here")
+
     def _check(self) -> None:
         if self._closed:
             raise SandboxError("the session is closed")
-        if not self._branch.pool.owned:
-            raise SandboxError("the session belongs to the process that this one was forked from; make a new one here")
         if not self._lost and not self._branch.alive:
             self._lose(self._branch.killed_for or "the interpreter ended between two calls")
         if self._lost:
@@ -137,7 +152,12 @@ class Session:
 def open_session(pool: Pool, control: Channel) -> Session:
     """A fresh session from the zygote behind ``control``; the caller holds the zygote's lock."""
     lineage = pool.new_lineage()
-    branch = pool.new_branch(lineage)
+    try:
+        branch = pool.new_branch(lineage)
+    except SandboxError:
+        lineage.close_far_ends()
+        lineage.close()
+        raise
     try:
         _ask(control, {"op": "session", "session": lineage.name, "branch": branch.name}, branch, lineage)
     except (EOFError, OSError) as error:
@@ -158,9 +178,10 @@ def _ask(parent: Channel, message: Message, branch: Branch, lineage: Lineage | N
         branch.close_far_ends()
         if lineage is not None:
             lineage.close_far_ends()
-    answer, _ = parent.receive(deadline=deadline)
-    if answer["op"] == "refused":
-        raise ForkRefused(f"this session cannot be forked now: {answer['reason']}")
-    if answer["op"] != "forked":
+    answer, fds = parent.receive(deadline=deadline, most=SHORT_FRAME)
+    close_all(fds)  # none is due
+    if answer.get("op") == "refused":
+        raise ForkRefused(f"this session cannot be forked now: {answer.get('reason')}")
+    if answer.get("op") != "forked":
         raise SandboxError(f"no process for a new session: {answer.get('reason', answer)}")
     branch.greet(deadline)

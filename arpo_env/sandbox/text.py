@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+NOTICE_CHARS = 64
+"""More than a notice has."""
+
 
 def shorten(text: str, limit: int) -> str:
     """``text`` when it has at most ``limit`` characters, else its first three quarters and its last quarter of ``limit`` with a notice between."""

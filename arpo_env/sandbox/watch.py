@@ -12,14 +12,16 @@ from time import monotonic
 from typing import Literal
 
 from .branch import Branch
-from .text import HeadTail
-from .wire import Message
+from .text import NOTICE_CHARS, HeadTail, shorten
+from .wire import MAX_FRAME, SHORT_FRAME, Message, close_all
 
 GRACE = 1.0
 """Seconds between the interrupt at a cell's deadline, which keeps the state, and the kill, which does not."""
 FLOOD = 16 << 20
 """Bytes of output after which a cell is interrupted."""
 _CHUNK = 1 << 16
+_LONGEST_WAIT = 3600.0
+"""Seconds of one wait: poll() takes no more than 24 days."""
 
 Status = Literal["ok", "exception", "timeout", "died", "limit"]
 
@@ -45,6 +47,7 @@ class Watch:
     def __init__(self, branch: Branch, output: HeadTail, deadline: float, timeout: float):
         self.branch, self.output, self.deadline, self.timeout = branch, output, deadline, timeout
         self.stopped: Literal["", "time", "output"] = ""
+        self._most = min(MAX_FRAME, 32 * output.limit + SHORT_FRAME)  # two texts of that many characters, of at most 12 bytes each in JSON
 
     def run(self) -> CellResult:
         """Wait for the cell's result; interrupt it at its deadline or in a flood of output, kill it when that does not help."""
@@ -58,15 +61,14 @@ class Watch:
                     return self._kill()
                 self._interrupt("time")
                 continue
-            ready = {fd for fd, _ in poller.poll(math.ceil(rest * 1000))}
+            ready = {fd for fd, _ in poller.poll(math.ceil(min(rest, _LONGEST_WAIT) * 1000))}
             if self.branch.output in ready and not self._read():
                 poller.unregister(self.branch.output)
             if self.output.total > FLOOD and not self.stopped:
                 self._interrupt("output")
-            if self.branch.channel.fileno() in ready and (found := self.branch.channel.receive_now()) is not None:
+            if self.branch.channel.fileno() in ready and (found := self.branch.channel.receive_now(self._most)) is not None:
                 message, fds = found
-                for fd in fds:  # none is due, but a cell may write to the socket
-                    os.close(fd)
+                close_all(fds)  # none is due, but a cell may write to the socket
                 self.drain()
                 return self._finish(message)
             if self.branch.pidfd in ready:
@@ -95,16 +97,18 @@ class Watch:
                 return
 
     def _finish(self, message: Message) -> CellResult:
-        if message.keys() < {"status", "result", "error"}:
-            raise EOFError(f"the answer to a cell lacks fields: {sorted(message)}: not our protocol")
-        output, error = self.output.text(), message["error"] or ""
+        status, result, error = (message.get(name) for name in ("status", "result", "error"))
+        if not isinstance(status, str) or not isinstance(result, str | None) or not isinstance(error, str | None):
+            raise EOFError(f"the answer to a cell is not one: {sorted(message)}: not our protocol")
+        longest = self.output.limit + NOTICE_CHARS  # a worker cuts its texts, unless a cell answers in its place
+        output, error = self.output.text(), shorten(error or "", longest)
         if self.stopped:
             return CellResult(status="timeout" if self.stopped == "time" else "limit", output=output, error=f"{error}\n{self._why()}".lstrip())
-        if message["status"] == "memory":
+        if status == "memory":
             return CellResult(status="limit", output=output, error=error)
-        if message["status"] == "exception":
+        if status == "exception":
             return CellResult(status="exception", output=output, error=error)
-        return CellResult(status="ok", output=output, result=message["result"])
+        return CellResult(status="ok", output=output, result=None if result is None else shorten(result, longest))
 
     def _why(self) -> str:
         if self.stopped == "time":

@@ -1,4 +1,4 @@
-"""Counts the processes of each session where the kernel does not do it for us, and ends the branch that has too many. Host side.
+"""Counts the processes and threads of each session where the kernel does not do it for us, and ends the branch that has too many. Host side.
 
 RLIMIT_NPROC needs a user namespace to count a session alone, and does not bind the root user at all. A fork bomb makes a few hundred processes between two
 looks, no more: it shares its processors with this thread.
@@ -6,6 +6,7 @@ looks, no more: it shares its processors with this thread.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Iterable
@@ -41,10 +42,11 @@ class Watchdog:
         pause = _SECONDS
         while not self._stop.wait(pause):
             began = monotonic()
-            excess = [(lineage, branches, count) for lineage, branches in self._families() if (count := self._count(lineage)) > self._pool.limits.processes]
+            with contextlib.suppress(OSError):  # no descriptor is left: at the next look perhaps
+                for lineage, branches in self._families():
+                    if (count := self._count(lineage)) > self._pool.limits.processes:
+                        self._reduce(lineage, branches, count)
             pause = min(_MAX_SECONDS, max(_SECONDS, _SHARE * (monotonic() - began)))
-            for lineage, branches, count in excess:
-                self._reduce(lineage, branches, count)
 
     def _families(self) -> Iterable[tuple[Lineage, list[Branch]]]:
         families: defaultdict[Lineage, list[Branch]] = defaultdict(list)
@@ -54,14 +56,14 @@ class Watchdog:
         return families.items()
 
     def _count(self, lineage: Lineage) -> int:
-        return len(proctree.descendants(lineage.keeper_pid))
+        return proctree.count_threads(proctree.descendants(lineage.keeper_pid))
 
     def _reduce(self, lineage: Lineage, branches: list[Branch], total: int) -> None:
         """End the branch that has most processes, or those that no living branch has."""
         living = frozenset(self._pool.living)
-        sizes = {branch: 1 + len(proctree.descendants(branch.pid, living - {branch.pid})) for branch in branches}
+        sizes = {branch: proctree.count_threads([branch.pid, *proctree.descendants(branch.pid, living - {branch.pid})]) for branch in branches}
         largest = max(branches, key=sizes.__getitem__)
         if total - sum(sizes.values()) > sizes[largest]:  # left by a branch that is gone
             proctree.kill_descendants(lineage.keeper_pid, living)
         else:
-            largest.kill(f"the session had {total} processes, more than the {self._pool.limits.processes} that it may have, and was ended")
+            largest.kill(f"the session had {total} processes and threads, more than the {self._pool.limits.processes} that it may have, and was ended")

@@ -33,10 +33,30 @@ from typing import Any
 
 PROTOCOL = 2
 MAX_FRAME = 64 << 20
+SHORT_FRAME = 1 << 16
+"""Bytes of an answer that holds no text of a cell's."""
 MAX_FDS = 4
 _HEADER = struct.Struct(">I")
 
 Message = dict[str, Any]
+
+
+def open_ends() -> tuple[socket.socket, socket.socket, int, int]:
+    """A pair of sockets and a pipe's two ends, all or none: our socket, theirs, the reading end, the writing end."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        reader, writer = os.pipe()
+    except OSError:
+        ours.close()
+        theirs.close()
+        raise
+    return ours, theirs, reader, writer
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close descriptors that nobody asked for."""
+    for fd in fds:
+        os.close(fd)
 
 
 class Channel:
@@ -73,15 +93,16 @@ class Channel:
             else:
                 rest, fds = rest[sent:], ()
 
-    def receive(self, *, deadline: float | None = None) -> tuple[Message, list[int]]:
-        """The next message with the descriptors that came with it. ``TimeoutError`` past ``deadline``, ``EOFError`` when the peer is gone."""
-        while (found := self.receive_now()) is None:
+    def receive(self, *, deadline: float | None = None, most: int = MAX_FRAME) -> tuple[Message, list[int]]:
+        """The next message with the descriptors that came with it. ``TimeoutError`` past ``deadline``, ``EOFError`` when the peer is gone or its message has
+        more than ``most`` bytes: the host does not hold whatever a hostile cell sends."""
+        while (found := self.receive_now(most)) is None:
             self._wait(select.POLLIN, deadline)
         return found
 
-    def receive_now(self) -> tuple[Message, list[int]] | None:
+    def receive_now(self, most: int = MAX_FRAME) -> tuple[Message, list[int]] | None:
         """The next message when it is all there, else None; never waits. ``EOFError`` when the peer is gone."""
-        while (message := self._parse()) is None:
+        while (message := self._parse(most)) is None:
             try:
                 data, fds, _, _ = socket.recv_fds(self._sock, 1 << 16, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
@@ -89,18 +110,20 @@ class Channel:
             except ConnectionError:
                 data, fds = b"", []
             self._fds += fds
+            if len(self._fds) > MAX_FDS:
+                raise EOFError(f"a message may bring {MAX_FDS} descriptors, there are {len(self._fds)}: not our protocol")
             if not data:
                 raise EOFError("the other side closed the connection")
             self._buffer += data
         received, self._fds = self._fds, []
         return message, received
 
-    def _parse(self) -> Message | None:
+    def _parse(self, most: int) -> Message | None:
         if len(self._buffer) < _HEADER.size:
             return None
         (length,) = _HEADER.unpack_from(self._buffer)
-        if length > MAX_FRAME:
-            raise EOFError(f"a frame may have {MAX_FRAME} bytes, the header says {length}: not our protocol")
+        if length > most:
+            raise EOFError(f"a frame may have {most} bytes, the header says {length}: not our protocol")
         end = _HEADER.size + length
         if len(self._buffer) < end:
             return None

@@ -5,6 +5,7 @@ Layout: ``work`` is where cells start, ``tmp`` is TMPDIR. A copy gets both.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -54,14 +55,18 @@ def copy_tree(old: str, new: str) -> None:
     os.mkdir(new, 0o700)
     with os.scandir(old) as entries:
         for entry in entries:
-            target = os.path.join(new, entry.name)
-            if entry.is_symlink():
-                os.symlink(os.readlink(entry.path), target)
-            elif entry.is_dir():
-                copy_tree(entry.path, target)
-            elif entry.is_file():
-                shutil.copy2(entry.path, target)
+            with contextlib.suppress(FileNotFoundError):  # a process that a cell left behind removed it meanwhile
+                _copy_entry(entry, os.path.join(new, entry.name))
     shutil.copystat(old, new)
+
+
+def _copy_entry(entry: os.DirEntry[str], target: str) -> None:
+    if entry.is_symlink():
+        os.symlink(os.readlink(entry.path), target)
+    elif entry.is_dir():
+        copy_tree(entry.path, target)
+    elif entry.is_file():
+        shutil.copy2(entry.path, target)
 
 
 def _inside(path: str, directory: str) -> bool:

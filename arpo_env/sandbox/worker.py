@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -24,11 +25,16 @@ from .cell import Cells, format_error
 from .isolate import Home
 from .limits import Limits
 from .reaper import EXITS_FD, reap
+from .text import shorten
 from .wire import PROTOCOL, Channel, Message
 
 CONTROL_FD = 1000
+_REASON_CHARS = 1000
 SEED = 0
 """Every session starts with this seed in ``random`` and in numpy's global generator: the same cells print the same numbers."""
+
+_WRITABLE_SHARED = re.compile(r"^\S+ .w.s \S+ \S+ \S+ +(.*)$", re.MULTILINE).findall
+"""The last column, a path, of lines of /proc/PID/maps."""
 
 _random = random._inst  # CPython seeds exactly this generator anew in a forked child
 
@@ -114,7 +120,7 @@ class Worker:
         limits.limit_cpu(cpu)
         result, error = self._guarded(self.cells.run, code, limit)
         self.memory.lift()
-        reply: Message = {"op": "result", "status": "ok", "result": result, "error": None, "type": None}
+        reply: Message = {"op": "result", "status": "ok", "result": result, "error": None}
         if error is not None:
             reply |= self._describe(error, limit)
         del error  # its traceback holds the cell's frames
@@ -144,18 +150,16 @@ class Worker:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return {"status": "exit"}
         text, failed = self._guarded(format_error, error, limit)
-        kind = type(error).__name__
         if failed is not None:
-            text = f"{kind} (its traceback could not be shown: {type(failed).__name__})"
-        return {"status": "memory" if isinstance(error, MemoryError) else "exception", "type": kind, "error": text}
+            text = f"{shorten(type(error).__name__, limit)} (its traceback could not be shown: {type(failed).__name__})"
+        return {"status": "memory" if isinstance(error, MemoryError) else "exception", "error": text}
 
     # -- copies ---------------------------------------------------------------------------------------------------------------------------------------
 
     def _fork(self, branch: str, control: int, output: int) -> None:
         """Fork; the copy goes on in :meth:`serve` with channels and files of its own."""
-        names = _threads()
-        if names:
-            self._answer_fork({"op": "refused", "reason": f"threads are alive and would not live on in a copy: {', '.join(names)}"}, control, output)
+        if reason := _no_copy():
+            self._answer_fork({"op": "refused", "reason": shorten(reason, _REASON_CHARS)}, control, output)
             return
         _flush()
         state = _random.getstate()
@@ -201,6 +205,21 @@ def start(level: isolate.Process, branch: str, settings: Limits, control: int, o
     worker = Worker(level, home)
     worker.settle(prepare, control, output)
     worker.serve()
+
+
+def _no_copy() -> str:
+    """What a copy would lose, or share with this process; "" where nothing is."""
+    if threads := _threads():
+        return f"threads are alive and would not live on in a copy: {', '.join(threads)}"
+    if shared := _shared_memory():
+        return f"memory is mapped that a copy would go on sharing (mmap, multiprocessing, sqlite's WAL): {', '.join(shared)}"
+    return ""
+
+
+def _shared_memory() -> list[str]:
+    """The files behind writable shared mappings; ``/dev/zero`` for one without a file."""
+    with open("/proc/self/maps", errors="replace") as file:
+        return sorted(set(_WRITABLE_SHARED(file.read())))
 
 
 def _threads() -> list[str]:

@@ -29,6 +29,8 @@ def main(control: int) -> None:
     channel = Channel(socket.socket(fileno=control))
     setup, _ = channel.receive()
     settings = Limits(**setup["limits"])
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # many processes, each within its limits, may use up the machine's memory: then they go first, not the host
     level = isolate.LEVELS[setup["level"]](setup["root"], settings.disk_mb)
     try:
         if setup["protocol"] != PROTOCOL:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Mapping
 from typing import Any, Literal, Self
@@ -67,8 +68,8 @@ class PythonTool(Tool):
             require: the isolation level that is asked for; ``IsolationError`` when the back end does not give it here. ``None`` takes what there is and
                 warns once a process (:class:`~arpo_env.sandbox.IsolationWarning`) of what is not protected; ``"process"`` takes it without a warning.
         """
-        if not timeout > 0:
-            raise ValueError(f"timeout must be positive, got {timeout!r}")
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"timeout must be positive and finite, got {timeout!r}")
         if output_chars < 100:
             raise ValueError(f"output_chars must be at least 100, got {output_chars!r}")
         if isinstance(backend, type) or not (backend is None or callable(getattr(backend, "open", None))):

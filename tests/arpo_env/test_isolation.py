@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import json
 import os
 import platform
 import select
@@ -21,6 +22,7 @@ import pytest
 
 from arpo_env.sandbox import IsolationError, IsolationWarning, Limits, Pool, SandboxError, Session, isolation, landlock, probe, proctree, roots, seccomp
 from arpo_env.sandbox.isolation import LOCAL_LEVELS, Level, report_of
+from arpo_env.sandbox.trees import remove_tree
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the local sandbox needs Linux")
 ROOT = Path(__file__).parents[2]
@@ -226,6 +228,20 @@ def test_no_unix_sockets_of_the_host(pool: Pool, session: Session, shared: Path)
                 server.accept()
 
 
+def test_no_datagrams_to_unix_sockets_of_the_host(pool: Pool, session: Session, shared: Path) -> None:
+    """A socket of a pair can send them to any address, such as the system's log."""
+    claims(pool, "no unix sockets of the host")
+    for address in (str(shared / "log"), f"\0arpo-test-log-{os.getpid()}"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+            server.bind(address)
+            if address[0] != "\0":
+                os.chmod(address, 0o777)
+            server.setblocking(False)
+            refused(session, f"import socket\nsocket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', {address!r})")
+            with pytest.raises(BlockingIOError):
+                server.recv(1)
+
+
 def test_what_calculations_need_still_works(session: Session) -> None:
     assert value(session, "import asyncio\nasync def f():\n    await asyncio.sleep(0)\n    return 3\nasyncio.run(f())") == "3"
     assert (
@@ -271,6 +287,32 @@ def test_nobody_is_signalled_by_a_kill_of_all(pool: Pool, session: Session, vict
     assert victim.poll() is None
 
 
+def test_limits_and_scheduling_of_the_hosts_processes_stay(pool: Pool, session: Session, victim: subprocess.Popen[bytes]) -> None:
+    """A CPU limit of a second would end them as a signal does; the kernel asks for nothing but the same user."""
+    needs_filter(pool)
+    refused(session, f"import resource\nresource.prlimit({victim.pid}, resource.RLIMIT_CPU, (1, 1))")
+    refused(session, f"import os\nos.sched_setaffinity({victim.pid}, {{0}})")
+    refused(session, f"import os\nos.setpriority(os.PRIO_PROCESS, {victim.pid}, 19)")
+    assert (
+        value(session, "import resource\nresource.setrlimit(resource.RLIMIT_CORE, (0, 0)); os.nice(1); os.sched_setaffinity(0, os.sched_getaffinity(0))")
+        is None
+    )
+
+
+def test_a_copy_cannot_name_a_process_of_the_host_as_itself(pool: Pool) -> None:
+    """The host ends what a session says that it is, with the host's rights."""
+    with subprocess.Popen(["sleep", "98765"]) as process, pool.session() as session, session.fork() as sibling:
+        lie = "import os, sys\nclass Lying:\n    def __getattr__(self, name): return getattr(os, name)\n"
+        lie += "    def pidfd_open(self, _): return os.pidfd_open({pid})\nsys.modules['arpo_sandbox.worker'].os = Lying()"
+        for pid in (process.pid, sibling._branch.inner_pid):
+            session.exec(lie.format(pid=pid))
+            with pytest.raises(SandboxError, match="did not come up"):
+                session.fork()
+        assert value(session, "1") == value(sibling, "1") == "1"
+        assert process.poll() is None
+        process.kill()
+
+
 def test_processes_of_the_host_cannot_be_traced(pool: Pool, session: Session, victim: subprocess.Popen[bytes]) -> None:
     claims(pool, "host processes cannot be traced")
     attach = f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nlibc.ptrace(16, {victim.pid}, 0, 0), ctypes.get_errno()"
@@ -310,6 +352,8 @@ BOMBS = {
     "popen": "import subprocess\nrunning = []\nwhile True: running.append(subprocess.Popen(['sleep', '1000']))",
     "fork": "import os\nwhile True: os.fork()",
     "daemons": "import os, time\nwhile True:\n    if os.fork() == 0: os.setsid(); time.sleep(1000)",
+    "threads": "import threading\n_ = threading.stack_size(32768)\nnever = threading.Event()\n"
+    "for _ in range(60): threading.Thread(target=never.wait, daemon=True).start()\nnever.wait()",
 }
 
 
@@ -319,7 +363,7 @@ def test_processes_are_counted_per_session(pool: Pool, bomb: str) -> None:
     with pool.session() as session, pool.session() as other:
         cell = session.exec(BOMBS[bomb], timeout=WAIT)
         if pool._watchdog is None:
-            assert (cell.status, cell.kept) == ("exception", True) and "BlockingIOError" in cell.error
+            assert (cell.status, cell.kept) == ("exception", True) and ("BlockingIOError" in cell.error or "can't start new thread" in cell.error)
             assert len(proctree.descendants(session.pid)) < LIMITS.processes
         else:
             assert (cell.status, cell.kept) == ("limit", False) and "more than the 24 that it may have" in cell.error
@@ -425,8 +469,38 @@ def run_filter(program: bytes, number: int, arguments: tuple[int, ...] = (), arc
 @pytest.mark.parametrize(
     ("machine", "architecture", "calls"),
     [
-        ("x86_64", 0xC000003E, {"read": 0, "socket": 41, "socketpair": 53, "clone": 56, "kill": 62, "unshare": 272, "mount": 165, "umount2": 166}),
-        ("aarch64", 0xC00000B7, {"read": 63, "socket": 198, "socketpair": 199, "clone": 220, "kill": 129, "unshare": 97, "mount": 40, "umount2": 39}),
+        (
+            "x86_64",
+            0xC000003E,
+            {
+                "read": 0,
+                "socket": 41,
+                "socketpair": 53,
+                "clone": 56,
+                "kill": 62,
+                "unshare": 272,
+                "mount": 165,
+                "umount2": 166,
+                "prlimit64": 302,
+                "setpriority": 141,
+            },
+        ),
+        (
+            "aarch64",
+            0xC00000B7,
+            {
+                "read": 63,
+                "socket": 198,
+                "socketpair": 199,
+                "clone": 220,
+                "kill": 129,
+                "unshare": 97,
+                "mount": 40,
+                "umount2": 39,
+                "prlimit64": 261,
+                "setpriority": 140,
+            },
+        ),
     ],
 )
 def test_the_filter_decides_alike_on_both_machines(monkeypatch: pytest.MonkeyPatch, machine: str, architecture: int, calls: dict[str, int]) -> None:
@@ -435,7 +509,15 @@ def test_the_filter_decides_alike_on_both_machines(monkeypatch: pytest.MonkeyPat
     bind, newns, newuser, everyone = 4096, 0x20000, 0x10000000, (1 << 64) - 1
     table = [  # call, arguments, answer with own mounts, answer without
         ("read", (), allow, allow),
-        ("socketpair", (1,), allow, allow),
+        ("socketpair", (1, 1), allow, allow),
+        ("socketpair", (1, 1 | 0x80000 | 0x800), allow, allow),  # CLOEXEC and NONBLOCK
+        ("socketpair", (1, 2 | 0x80000), refuse, refuse),  # datagrams
+        ("socketpair", (1, 5), refuse, refuse),
+        ("prlimit64", (0, 7), allow, allow),
+        ("prlimit64", (1234, 7), refuse, refuse),
+        ("setpriority", (0, 0, 5), allow, allow),
+        ("setpriority", (0, 1234, 5), refuse, refuse),
+        ("setpriority", (2, 0, 5), refuse, refuse),
         ("socket", (1,), refuse, refuse),
         ("clone", (0x01200011,), allow, allow),  # os.fork
         ("clone", (0x003D0F00,), allow, allow),  # a thread
@@ -469,15 +551,75 @@ def test_an_older_landlock_is_asked_for_what_it_has() -> None:
 
 def test_a_cell_that_writes_to_our_socket_harms_only_itself(pool: Pool) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    for bytes_written in ("b'\\xff' * 8", "b'\\0\\0\\0\\2{}'", "b'\\0\\0\\0\\2}}'"):
+    lies = (
+        {"op": "hello"},
+        {"status": "exception", "result": [1], "error": {"a": 1}},
+        {"status": "ok", "result": "a" * 10**6},
+    )
+    frames = [len(body).to_bytes(4, "big") + body for body in (json.dumps(lie).encode() for lie in lies)]
+    for bytes_written in ("b'\\xff' * 8", "b'\\0\\0\\0\\2{}'", "b'\\0\\0\\0\\2}}'", *map(repr, frames)):
         with pool.session() as session, pool.session() as other:
             cell = session.exec(f"import os\nos.write(1000, {bytes_written})\nos.read(0, 1)\nimport time\ntime.sleep(1000)", timeout=WAIT)
             assert (cell.status, cell.kept) == ("died", False)
             assert value(other, "1") == "1"
+    with pool.session() as session:  # an answer in the worker's place is cut as the worker would have
+        body = json.dumps({"status": "exception", "result": None, "error": "a" * 100_000}).encode()
+        cell = session.exec(f"import os\nos.write(1000, {len(body).to_bytes(4, 'big') + body!r})\nimport time\ntime.sleep(1000)", timeout=WAIT)
+        assert len(cell.error) < 9000
+    with pool.session() as session:  # descriptors by the thousand are not held until their message is complete
+        code = "import os, socket\ns = socket.socket(fileno=os.dup(1000)); s.setblocking(True)\n"
+        code += "s.sendall(b'\\0\\0\\xff\\0')\nfor i in range(2000): socket.send_fds(s, [b' '], [0] * 4)"
+        assert session.exec(code + "\nimport time\ntime.sleep(1000)", timeout=WAIT).status == "died"
     with pool.session() as session:  # descriptors that come with an answer are closed
         session.exec('import os, socket\ns = socket.socket(fileno=os.dup(1000))\nbody = b\'{"status": "ok", "result": "1", "error": null}\'')
         session.exec("_ = socket.send_fds(s, [len(body).to_bytes(4, 'big') + body], [0, 1, 2])")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("report", [b"%d 99999999999999\n", b"%d 100\n", b"%d -1\n", b"x" * 100_000])
+def test_a_forged_report_of_its_end_harms_only_the_session(pool: Pool, report: bytes) -> None:
+    for _ in range(2):  # either the forged report is seen first or the true state
+        with pool.session() as session, session.fork() as copy:
+            cell = session.exec(f"import os\nreport = {report!r}\nos.write(1001, report.replace(b'%d', str(os.getpid()).encode()))\nos._exit(0)")
+            assert cell.status == "died"
+            with copy.fork() as late:
+                assert value(late, "1") == "1"
+                assert len(session._branch.lineage._partial) < 100
+
+
+def test_directories_deeper_than_the_stack_are_removed_and_harm_nobody(pool: Pool) -> None:
+    deep = "import os\nhere = os.getcwd()\nfor _ in range(1100): os.mkdir('d'); os.chdir('d')\nos.chdir(here)"
+    with pool.session() as session:
+        copy = session.fork()
+        assert copy.exec(deep, timeout=WAIT).status == "ok"
+        with pytest.raises(SandboxError, match="did not come up"):
+            copy.fork()
+        assert value(copy, "1") == "1"
+        directory = copy.directory
+        copy.close()
+        assert pool.root is None or not os.path.exists(directory)
+        assert value(session, "1") == "1"
+        with session.fork() as late:  # the keeper is still there
+            assert value(late, "1") == "1"
+
+
+def test_a_tree_is_removed_whatever_its_modes_and_links_are_not_followed(tmp_path: Path) -> None:
+    outside, tree = tmp_path / "outside", tmp_path / "tree"
+    (outside / "kept").mkdir(parents=True)
+    for name, mode in (("closed", 0), ("fixed", 0o500)):
+        (tree / name / "inner").mkdir(parents=True)
+        (tree / name / "inner" / "file").touch()
+        (tree / name / "inner").chmod(mode)
+        (tree / name).chmod(mode)
+    (tree / "link").symlink_to(outside)
+    (tree / "alias").symlink_to(tmp_path)
+    os.mkfifo(tree / "pipe")
+    remove_tree(str(tree))
+    remove_tree(str(tree))
+    assert [path.name for path in tmp_path.iterdir()] == ["outside"] and (outside / "kept").is_dir()
+    (tmp_path / "named").symlink_to(outside)
+    remove_tree(str(tmp_path / "named"))
+    assert (outside / "kept").is_dir()
 
 
 # -- the choice of a level --------------------------------------------------------------------------------------------------------------------------------
@@ -501,7 +643,7 @@ def test_what_the_machine_offers_is_taken() -> None:
 
 
 def test_reports_say_what_is_missing_and_why() -> None:
-    nothing = {"user": "no users", "network": "no net", "seccomp": "no filter", "signals": "old landlock"}
+    nothing = {"user": "no users", "network": "no net", "seccomp": "no filter", "signals": "old landlock", "truncate": ""}
     everything = dict.fromkeys(nothing, "")
     weak, strong = report_of("process", nothing), report_of("process", everything)
     assert set(strong.missing) < set(weak.missing)
@@ -511,6 +653,7 @@ def test_reports_say_what_is_missing_and_why() -> None:
     landlock = report_of("landlock", nothing | {"seccomp": ""})
     assert landlock.missing["host processes cannot be signalled"] == "old landlock"
     assert "host files unwritable" in landlock.kept and "no network" in landlock.kept
+    assert report_of("landlock", everything | {"truncate": "ABI 2"}).missing["host files unwritable"] == "ABI 2"
     assert report_of("namespaces", everything).missing == {}
     assert "level namespaces is not to be had: why" in str(dataclasses.replace(landlock, refused={"namespaces": "why"}))
 
@@ -606,6 +749,22 @@ with Pool(("only_here",), level="namespaces") as pool, pool.session() as session
 """
         done = subprocess.run([str(made / "bin" / "python"), "-c", code], capture_output=True, text=True, timeout=WAIT, check=False)
         assert done.stdout.count("result='(5, 0)'") == 2 and done.stdout.startswith("{} "), done
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root's cells run as another user")
+def test_a_virtual_environment_that_only_root_may_read_is_said_aloud() -> None:
+    try:
+        probe("namespaces")
+    except IsolationError as error:
+        pytest.skip(str(error))
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        made = Path(directory, "venv")
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(made)], check=True)
+        made.chmod(0o700)
+        code = f"import sys\nsys.path += {sys.path!r}\nfrom arpo_env.sandbox import probe\nprint(probe())"
+        done = subprocess.run([str(made / "bin" / "python"), "-c", code], capture_output=True, text=True, timeout=WAIT, check=True)
+        assert f"{made} is not readable for others than root, and cells run as user 60000" in done.stdout
+        assert "level namespaces is not to be had" in done.stdout
 
 
 def test_directories_of_dead_hosts_are_swept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

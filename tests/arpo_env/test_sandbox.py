@@ -32,6 +32,7 @@ from arpo_env.sandbox.isolation import LOCAL_LEVELS, Level
 from arpo_env.sandbox.text import HeadTail, shorten
 from arpo_env.sandbox.wire import Channel
 
+resource = pytest.importorskip("resource")  # not on Windows
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the local sandbox needs Linux")
 ROOT = Path(__file__).parents[2]
 WAIT = 60.0
@@ -314,6 +315,32 @@ def test_threads_refuse_a_fork_by_their_names(session: Session) -> None:
         assert value(copy, "done.is_set()") == "True"
 
 
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("import mmap\nm = mmap.mmap(-1, 4096)", "/dev/zero"),
+        ("import mmap\nf = open('data', 'w+b'); f.truncate(4096)\nm = mmap.mmap(f.fileno(), 4096)", "data"),
+    ],
+)
+def test_memory_that_a_copy_would_go_on_sharing_refuses_a_fork(session: Session, code: str, name: str) -> None:
+    session.exec(code)
+    with pytest.raises(ForkRefused, match=f"go on sharing .*{name}"):
+        session.fork()
+    session.exec("m.close()")
+    with session.fork() as copy:
+        assert value(copy, "m.closed") == "True"
+
+
+@at_every_level
+def test_files_that_come_and_go_do_not_stop_a_fork(session: Session) -> None:
+    session.exec("open('kept', 'w').write('x')")
+    code = "import os\nif os.fork() == 0:\n    i = 0\n    while True:\n        i += 1\n        open(f't{i % 50}', 'w').close(); os.remove(f't{i % 50}')"
+    session.exec(code)
+    for _ in range(20):
+        with session.fork() as copy:
+            assert value(copy, "open('kept').read()") == "'x'"
+
+
 @at_every_level
 def test_forks_from_many_threads_at_once(session: Session) -> None:
     session.exec("x = 0")
@@ -531,6 +558,15 @@ def test_nothing_outlives_the_host(level: Level, how: str) -> None:
         assert not os.path.exists(root)
 
 
+@pytest.mark.parametrize("closed", ["0, 1", "0, 1, 2", "1, 2", "0"])
+def test_a_host_without_standard_streams(closed: str) -> None:
+    code = f"import os, sys\nfrom arpo_env.sandbox import Pool\nfor fd in ({closed},): os.close(fd)\n"
+    code += "with Pool() as pool, pool.session() as session, session.fork() as copy:\n    os._exit(42 if copy.exec('6 * 7').result == '42' else 1)"
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, timeout=WAIT, check=False)
+    assert done.returncode == 42
+
+
 def test_a_forked_host_leaves_the_sandbox_alone(pool: Pool, session: Session) -> None:
     session.exec("x = 1")
     child = os.fork()
@@ -544,6 +580,87 @@ def test_a_forked_host_leaves_the_sandbox_alone(pool: Pool, session: Session) ->
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert value(session, "x") == "1" and pool.alive
+
+
+def test_a_forked_host_does_not_wait_for_a_cell_of_the_other_one(session: Session) -> None:
+    """The lock of the session is held at the fork, by a thread that the child does not have."""
+    session.exec("import os\nfor name in ('started', 'go'): os.mkfifo(name)")
+    started, go = (Path(session.directory, "work", name) for name in ("started", "go"))
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(session.exec, "open('started', 'w').close()\nopen('go').read()", timeout=WAIT)
+        started.read_text()
+        child = os.fork()
+        if child == 0:
+            try:
+                session.exec("1")
+            except SandboxError:
+                session.close()
+                os._exit(7)
+            os._exit(1)
+        pidfd = os.pidfd_open(child)
+        come = select.select([pidfd], [], [], WAIT)[0]
+        os.close(pidfd)
+        if not come:
+            os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        go.write_text("")
+        assert running.result().status == "ok"
+
+
+def test_a_call_that_the_host_breaks_off_loses_the_session(pool: Pool) -> None:
+    """Else the answer to the first cell would be taken for that to the second."""
+    with pool.session() as session, session.fork() as copy:
+        session.exec("import os, signal\nos.mkfifo('started')")
+        started = Path(session.directory, "work", "started")
+
+        def interrupt() -> None:
+            started.read_text()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            session.exec("open('started', 'w').close()\nimport time\ntime.sleep(1000)\n'first'", timeout=WAIT)
+        thread.join()
+        with pytest.raises(SessionLost, match="broken off by the host"):
+            session.exec("'second'")
+        assert ended(session.pid) and value(copy, "1") == "1"
+
+
+def test_any_number_of_descriptors(pool: Pool) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip(f"this process may have {hard} descriptors")
+    used = []
+    before = open_fds()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+        used = [os.dup(0) for _ in range(1100)]
+        with pool.session() as session, session.fork() as copy:  # their descriptors lie above 1023
+            assert value(session, "1") == value(copy, "1") == "1" and copy.alive
+            for room in range(5):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + room, hard))
+                for make in (pool.session, session.fork):
+                    try:
+                        make().close()
+                    except SandboxError as error:
+                        assert "descriptors" in str(error) or "come up" in str(error)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+            assert value(session, "2") == "2"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in used:
+            os.close(fd)
+    assert open_fds() == before
+
+
+@at_every_level
+def test_the_sandbox_goes_first_when_the_machine_runs_out_of_memory(session: Session) -> None:
+    assert value(session, "open('/proc/self/oom_score_adj').read()") == "'1000\\n'"
+
+
+def test_a_timeout_of_years_is_one(session: Session) -> None:
+    assert session.exec("1", timeout=1e9).result == "1"
 
 
 # -- pools ---------------------------------------------------------------------------------------------------------------------------------------------
