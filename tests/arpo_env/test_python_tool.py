@@ -389,7 +389,12 @@ def test_a_pool_gives_what_the_probe_promised(tool: PythonTool) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
-    [({"timeout": 0}, "timeout must be positive"), ({"timeout": float("inf")}, "finite"), ({"memory_mb": 1}, "memory_mb"), ({"output_chars": 5}, "output_chars")],
+    [
+        ({"timeout": 0}, "timeout must be positive"),
+        ({"timeout": float("inf")}, "finite"),
+        ({"memory_mb": 1}, "memory_mb"),
+        ({"output_chars": 5}, "output_chars"),
+    ],
 )
 def test_settings_are_checked(settings: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
