@@ -2,8 +2,7 @@ r"""Mathematical equality of two short answers: a text comparison first, then ma
 
 Why processes: sympy never returns on some answers (towers of powers, nested factorials), and math-verify's own deadline is a SIGALRM, which works on
 the main thread only. Here its deadlines are off; a worker that is late is killed, the pair is ungradable (None), and the next pair gets a new worker.
-A worker is this file run as a script: it imports the standard library and math-verify alone, and needs no ``if __name__ == "__main__"`` in the
-user's program. It ends when its standard input closes, and ends itself by an alarm should the parent be gone.
+What a worker runs is ``math_worker.py``; the user's program needs no ``if __name__ == "__main__"`` for it.
 
 Departures from plain math-verify 0.9, each because it gives a wrong verdict there:
 
@@ -16,19 +15,18 @@ Departures from plain math-verify 0.9, each because it gives a wrong verdict the
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib.util
-import json
 import os
 import re
-import select
-import subprocess
 import sys
 import threading
-import time
 from collections import Counter
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
+
+from arpo_env._workers import WorkerDied, WorkerLate, WorkerPool
+from arpo_env.formats import boxed
 
 
 def require_math_verify() -> None:
@@ -56,14 +54,14 @@ def math_equal(prediction: str, truth: str) -> bool | None:
         return None
     try:
         equal = _remembered(left, right)
-    except (_Late, _Dead):
+    except (WorkerLate, WorkerDied):
         return None
     return None if equal and _other_unit(left, right) else equal
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _remembered(prediction: str, truth: str) -> bool | None:
-    """The default pool's verdict. Raises :class:`_Late` or :class:`_Dead`, which are not remembered: they say nothing about the pair."""
+    """The default pool's verdict. Raises :class:`WorkerLate` or :class:`WorkerDied`, which are not remembered: they say nothing about the pair."""
     require_math_verify()
     return default_pool().grade(prediction, truth)
 
@@ -97,8 +95,6 @@ _REWRITES: Final = tuple(
 
 def clean(text: str) -> str:
     r"""``text`` as one LaTeX formula without decoration: ``$``, ``\boxed``, sizes, spacing, the final full stop."""
-    from arpo_env.formats import boxed  # here, since a worker runs this file without the package
-
     in_box = boxed(text)
     text = (text if in_box is None else in_box).translate(_CHARACTERS).strip()
     for pattern, replacement in _REWRITES:
@@ -155,101 +151,33 @@ def hostile(text: str) -> bool:
 # --- the workers ------------------------------------------------------------------------------------------------------------------------------------
 
 
-class _Late(Exception):
-    """The worker did not answer in time."""
-
-
-class _Dead(Exception):
-    """The worker's process has ended."""
-
-
-class _Worker:
-    """One process and its two pipes. Used by one thread at a time."""
-
-    def __init__(self, start_deadline: float) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C is the parent's to handle
-        )
-        try:
-            self._read(start_deadline)
-        except (_Late, _Dead) as error:
-            self.kill()
-            raise RuntimeError(f"the mathematics grader did not start within {start_deadline} s; see what `{sys.executable} -P {__file__}` prints") from error
-
-    def ask(self, prediction: str, truth: str, deadline: float) -> bool | None:
-        """The verdict. Raises :class:`_Late` or :class:`_Dead`."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps([prediction, truth, deadline]).encode() + b"\n")
-        except OSError as error:
-            raise _Dead from error
-        verdict = json.loads(self._read(deadline))
-        return None if verdict is None else bool(verdict)
-
-    def _read(self, deadline: float) -> bytes:
-        """One line of the worker's, without its end."""
-        assert self.process.stdout is not None
-        end, line, poll = time.monotonic() + deadline, b"", select.poll()
-        poll.register(self.process.stdout, select.POLLIN)
-        while not line.endswith(b"\n"):
-            if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
-                raise _Late
-            piece = os.read(self.process.stdout.fileno(), 4096)
-            if not piece:
-                raise _Dead
-            line += piece
-        return line
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
 class GraderPool:
     """At most ``size`` workers, started when first needed; ``deadline`` is the seconds that one pair may take."""
 
     def __init__(self, *, size: int = min(4, os.cpu_count() or 1), deadline: float = 5.0, start_deadline: float = 120.0) -> None:
-        if size < 1 or not deadline > 0:
-            raise ValueError(f"size must be at least 1 and deadline positive, got {size} and {deadline}")
+        if not deadline > 0:
+            raise ValueError(f"deadline must be positive, got {deadline}")
         self.deadline = deadline
-        self._start_deadline = start_deadline
-        self._slots = threading.BoundedSemaphore(size)
+        self.workers = WorkerPool([sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))], size=size, start_deadline=start_deadline)
         self._lock = threading.Lock()
-        self._idle: list[_Worker] = []
-        self._all: set[_Worker] = set()
         self._counts: Counter[str] = Counter()
-        self._pid = os.getpid()
 
     def verdict(self, prediction: str, truth: str) -> bool | None:
         """math-verify's verdict on two LaTeX formulas; None where one is unreadable, or the pair ran out of time or memory."""
         try:
             return self.grade(prediction, truth)
-        except (_Late, _Dead):
+        except (WorkerLate, WorkerDied):
             return None
 
     def grade(self, prediction: str, truth: str) -> bool | None:
-        """As :meth:`verdict`, but raises :class:`_Late` where the pair ran out of time and :class:`_Dead` where its worker died."""
-        with self._slots:
-            worker = self._take()
-            try:
-                verdict = worker.ask(prediction, truth, self.deadline)
-            except BaseException as error:
-                self._drop(worker)
-                if isinstance(error, _Late | _Dead):
-                    self.count("timeouts" if isinstance(error, _Late) else "died")
-                raise
-            with self._lock:
-                self._idle.append(worker)
+        """As :meth:`verdict`, but raises :class:`WorkerLate` where the pair ran out of time and :class:`WorkerDied` where its worker died."""
+        try:
+            verdict = self.workers.ask({"pair": [prediction, truth]}, self.deadline)
+        except (WorkerLate, WorkerDied) as error:
+            self.count("timeouts" if isinstance(error, WorkerLate) else "died")
+            raise
         self.count("unreadable" if verdict is None else "graded")
-        return verdict
+        return None if verdict is None else bool(verdict)
 
     def count(self, what: str) -> None:
         with self._lock:
@@ -262,95 +190,11 @@ class GraderPool:
             return {what: self._counts[what] for what in ("graded", "unreadable", "refused", "timeouts", "died")}
 
     def close(self) -> None:
-        """Kill all workers. Idempotent; a later pair starts new ones. Does nothing in a forked child, whose parent owns them."""
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            workers = list(self._all)
-            self._all.clear()
-            self._idle.clear()
-        for worker in workers:
-            worker.kill()
-
-    def _take(self) -> _Worker:
-        with self._lock:
-            worker = self._idle.pop() if self._idle else None
-        if worker is not None and worker.process.poll() is None:
-            return worker
-        if worker is not None:
-            self._drop(worker)
-        worker = _Worker(self._start_deadline)
-        with self._lock:
-            self._all.add(worker)
-        return worker
-
-    def _drop(self, worker: _Worker) -> None:
-        with self._lock:
-            self._all.discard(worker)
-        worker.kill()
+        """Kill all workers. Idempotent; a later pair starts new ones."""
+        self.workers.close()
 
 
-_POOLS: dict[int, GraderPool] = {}
-
-
+@functools.cache
 def default_pool() -> GraderPool:
-    """The pool of this process. A forked child gets its own: the parent's pipes are not its to use."""
-    pool = _POOLS.get(os.getpid())
-    if pool is None:
-        pool = _POOLS.setdefault(os.getpid(), GraderPool())
-        atexit.register(pool.close)
-    return pool
-
-
-# --- what a worker runs -----------------------------------------------------------------------------------------------------------------------------
-
-
-def _compare(prediction: str, truth: str) -> bool | None:
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    config = [LatexExtractionConfig()]
-    unlimited: Any = None  # math-verify's annotation forgets that None is allowed
-    gold, guess = (parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=unlimited) for text in (truth, prediction))
-    if not gold or not guess:
-        return None
-    equal = verify(gold, guess, timeout_seconds=None, allow_set_relation_comp=True, raise_on_error=True)
-    return bool(equal) and ("%" in prediction + truth or not _far_apart(gold[0], guess[0]))
-
-
-def _far_apart(a: Any, b: Any) -> bool:
-    """Two numbers that differ by more than 1 in 10,000: math-verify rounds to six decimals, which makes all tiny numbers equal."""
-    from sympy import Expr
-
-    if not all(isinstance(x, Expr) and x.is_number and x.is_finite for x in (a, b)):
-        return False
-    x, y = a.evalf(30), b.evalf(30)
-    return bool(abs(x - y) > 1e-4 * max(abs(x), abs(y)))
-
-
-def _serve() -> None:
-    """Answer pairs until standard input closes. Whatever a library prints goes nowhere."""
-    import logging
-    import resource
-    import signal
-
-    resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
-    logging.disable(logging.CRITICAL)
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    _compare("1", "1")  # imports, and builds the parser's tables
-    print("ready", file=out, flush=True)
-    for line in sys.stdin:
-        prediction, truth, deadline = json.loads(line)
-        signal.alarm(int(deadline) + 10)
-        try:
-            verdict = _compare(prediction, truth)
-        except MemoryError:
-            os._exit(1)
-        except Exception:  # any fault of the libraries' on this pair: the pair is unreadable
-            verdict = None
-        signal.alarm(0)
-        print(json.dumps(verdict), file=out, flush=True)
-
-
-if __name__ == "__main__":
-    _serve()
+    """The pool of this process. In a forked child it starts workers of its own: the parent's pipes are not its to use."""
+    return GraderPool()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arpo_env.tools._workers import WorkerDied, WorkerFailed, WorkerLate, WorkerPool
+from arpo_env._workers import WorkerDied, WorkerFailed, WorkerLate, WorkerPool
 from arpo_env.tools.browse_fetch import Fetched
 from arpo_env.tools.browse_url import BrowseError
 
@@ -119,7 +119,7 @@ class Extractor:
     def _ask(self, source: str, url: str, main: bool) -> dict[str, Any] | None:
         """A worker's answer; None where it was late or died."""
         try:
-            answer: dict[str, Any] = self._pool.ask({"html": source, "url": url, "main": main}, self.timeout)
+            answer: dict[str, Any] = self._pool.ask({"html": source, "url": url, "main": main}, self.timeout, patience=_START_DEADLINE)
         except (WorkerLate, WorkerDied):
             return None
         except WorkerFailed as error:

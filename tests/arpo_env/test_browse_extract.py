@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
@@ -16,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from arpo_env._workers import WorkerDied, WorkerFailed, WorkerLate, WorkerPool
 from arpo_env.tools import browse_worker
-from arpo_env.tools._workers import WorkerDied, WorkerFailed, WorkerLate, WorkerPool
 from arpo_env.tools.browse import BrowseError, Extractor, Fetched, WebDocument
 from arpo_env.tools.browse_extract import decode
 
@@ -311,7 +312,7 @@ class ScriptedPool:
         self.first, self.then = first, then
         self.asked: list[bool] = []
 
-    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any], seconds: float, *, patience: float) -> dict[str, Any]:
         self.asked.append(request["main"])
         if error := self.first if request["main"] else self.then:
             raise error
@@ -382,3 +383,16 @@ def test_after_a_fork_of_the_host_both_have_workers_and_all_end_with_it() -> Non
     done = subprocess.run([sys.executable, "-W", "error", "-c", textwrap.dedent(FORKED)], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert (done.returncode, done.stderr) == (0, "")
     assert not alive(int(done.stdout))
+
+
+def test_a_request_without_patience_waits_until_a_worker_is_free() -> None:
+    """One worker, two requests: with patience the second gives up, without it waits its turn."""
+    script = "print('{}', flush=True)\nfor line in iter(input, ''): print('1', flush=True)"
+    with contextlib.closing(WorkerPool([sys.executable, "-c", script], size=1, start_deadline=60.0)) as pool:
+        pool._slots.acquire()
+        with pytest.raises(WorkerFailed, match="all 1 workers are busy"):
+            pool.ask({}, 60.0, patience=0.01)
+        with ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(pool.ask, {}, 60.0)
+            pool._slots.release()
+            assert waiting.result(60) == 1

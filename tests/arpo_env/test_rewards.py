@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from arpo_env import math_grading
+from arpo_env._workers import WorkerPool
 from arpo_env.core import Episode, ExecutedCall
 from arpo_env.formats import ParsedTurn, Tags
 from arpo_env.math_grading import GraderPool, clean, default_pool, hostile, math_equal
@@ -221,21 +222,21 @@ def test_ordinary_answers_are_not_hostile(text: str) -> None:
 def test_a_late_worker_is_killed_and_counted_and_the_next_pair_is_graded() -> None:
     pool = GraderPool(size=1, deadline=60.0)
     assert pool.verdict("1/2", "0.5") is True
-    (first,) = pool._all
+    (first,) = pool.workers._all
     pool.deadline = 0.1
     assert pool.verdict("x^{9999}-1=(x-1)^{9999}", "5") is None  # sympy expands it for minutes
     assert first.process.returncode is not None
     pool.deadline = 60.0
     assert pool.verdict("2+3", "5") is True
-    (second,) = pool._all
+    (second,) = pool.workers._all
     assert second.process.pid != first.process.pid
     second.process.kill()
     second.process.wait()
     assert pool.verdict("2+4", "5") is False  # a worker that died while idle costs no pair
     assert pool.counts == {"graded": 3, "unreadable": 0, "refused": 0, "timeouts": 1, "died": 0}
-    (third,) = pool._all
+    (third,) = pool.workers._all
     pool.close()
-    assert third.process.returncode is not None and not pool._all
+    assert third.process.returncode is not None and not pool.workers._all
     pool.close()
 
 
@@ -247,10 +248,9 @@ def test_running_out_of_time_is_not_remembered(monkeypatch: pytest.MonkeyPatch) 
     assert pool.counts["timeouts"] == 1
     pool.deadline = 60.0
     assert math_equal("17/34", r"\frac{1}{2}") is True
-    worker = _Mute()
-    pool._all.add(worker)
-    pool._idle.append(worker)
+    workers, pool.workers = pool.workers, mute_workers()
     assert math_equal("17/35", r"\frac{1}{2}") is None
+    pool.workers = workers
     assert math_equal("17/35", r"\frac{1}{2}") is False
     assert math_equal(r"\frac{17", "0.5") is math_equal(r"\frac{17", "0.5") is None
     # Remembered: a verdict, and that a text is unreadable.
@@ -259,41 +259,40 @@ def test_running_out_of_time_is_not_remembered(monkeypatch: pytest.MonkeyPatch) 
     pool.close()
 
 
-class _Mute(math_grading._Worker):
-    """A process in a worker's place that ends as soon as it is asked."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+def mute_workers() -> WorkerPool:
+    """Processes in the workers' place that end as soon as they are asked."""
+    return WorkerPool([sys.executable, "-c", "print('{}', flush=True); input()"], size=1, start_deadline=60.0)
 
 
 def test_a_worker_that_dies_of_a_pair_makes_it_ungradable() -> None:
     pool = GraderPool(size=1, deadline=60.0)
-    worker = _Mute()
-    pool._all.add(worker)
-    pool._idle.append(worker)
+    pool.workers = mute_workers()
     assert pool.verdict("1", "1") is None
-    assert pool.counts["died"] == 1 and worker.process.returncode is not None
-    assert not pool._all
+    assert pool.counts["died"] == 1 and not pool.workers._all
 
 
-def test_a_forked_child_has_its_own_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = default_pool()
-    assert math_equal("4/8", "0.5") is True
-    workers = set(pool._all)
-    pid = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert default_pool() is not pool
-    pool.close()  # what a child's exit would do
-    assert pool._all == workers and all(worker.process.poll() is None for worker in workers)
-    monkeypatch.undo()
-    assert os.getpid() == pid and default_pool() is pool
+def test_a_forked_child_has_its_own_workers() -> None:
+    program = """
+        import os
+        from arpo_env.math_grading import default_pool, math_equal
+        assert math_equal("0.25", "1/4") is True
+        (worker,) = default_pool().workers._all
+        child = os.fork()
+        if child == 0:
+            assert math_equal("0.75", "3/4") is True
+            (own,) = default_pool().workers._all
+            os._exit(0 if own.process.pid != worker.process.pid else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert math_equal("0.375", "3/8") is True and default_pool().workers._all == {worker}
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], check=True, timeout=100)
 
 
 def test_no_worker_outlives_the_program_and_no_main_guard_is_needed() -> None:
     program = """
         from arpo_env.math_grading import default_pool, math_equal
         assert math_equal("0.25", "1/4") is True
-        print(*(worker.process.pid for worker in default_pool()._all))
+        print(*(worker.process.pid for worker in default_pool().workers._all))
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
     assert done.stderr == ""
@@ -305,7 +304,7 @@ def test_no_worker_outlives_the_program_and_no_main_guard_is_needed() -> None:
 def test_pool_limits_are_checked() -> None:
     with pytest.raises(ValueError, match="size must be at least 1"):
         GraderPool(size=0)
-    with pytest.raises(ValueError, match="deadline positive"):
+    with pytest.raises(ValueError, match="deadline must be positive"):
         GraderPool(deadline=0.0)
 
 

@@ -137,16 +137,17 @@ class WorkerPool:
         with self._slots:
             self._give(self._take(seconds))
 
-    def ask(self, request: Mapping[str, Any], seconds: float) -> Any:
+    def ask(self, request: Mapping[str, Any], seconds: float, *, patience: float | None = None) -> Any:
         """The answer to ``request``, a JSON value. Raises :class:`WorkerLate`, :class:`WorkerDied` or :class:`WorkerFailed`.
 
-        ``seconds`` is the time of the answer alone. Waiting for a free worker and starting one together take up to ``start_deadline``.
+        ``seconds`` is the time of the answer alone; ``patience`` the seconds for waiting until a worker is free and starting one, together. None: wait for
+        ever, and start within ``start_deadline``.
         """
-        end = time.monotonic() + self.start_deadline
-        if not self._slots.acquire(timeout=self.start_deadline):
+        begun = time.monotonic()
+        if not self._slots.acquire(timeout=patience):
             raise WorkerFailed(f"all {self.size} workers are busy")
         try:
-            worker = self._take(end - time.monotonic())
+            worker = self._take(self.start_deadline if patience is None else patience - (time.monotonic() - begun))
             try:
                 answer = worker.ask(request, seconds)
             except BaseException:
