@@ -10,6 +10,11 @@ def main() -> int:
     try:
         from arpo_algo.cli import main as run
     except ModuleNotFoundError as error:
+        if sys.argv[1:2] == ["doctor"]:
+            from arpo_algo.doctor import report
+
+            print(report())
+            return 0
         print(f"arpo: the command line needs {error.name}: pip install 'arpo[train]'", file=sys.stderr)
         return 1
     return run()

@@ -37,6 +37,7 @@ from arpo_algo.sft import SFTConfig, SFTLearner, sft
 from arpo_algo.traces import read_traces
 from arpo_algo.tracking import TensorBoard, Tracker, Trackio, Wandb
 from arpo_algo.tree_text import print_tree
+from arpo_algo.versions import versions
 from arpo_env.core import ForkError, fork_support
 from arpo_env.task import TaskSet, TaskSource
 from arpo_env.testing import HOSTILE, EnvConformance
@@ -171,7 +172,7 @@ class Eval(ModelCommand):
         result = training.run_async(measured)
         print(result)
         if self.out is not None:
-            _write_json(self.out, result.to_dict() | {"model": self.model, "versions": training.versions()})
+            _write_json(self.out, result.to_dict() | {"model": self.model, "versions": versions()})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Iterator
 
-from arpo_algo.train import versions
+from arpo_algo.versions import versions
 
 EXTRAS = {
     "search": ("tantivy",),
@@ -41,8 +41,11 @@ def report() -> str:
 
 
 def _machine() -> Iterator[str]:
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError:
+        yield f"machine      {platform.platform()}, {os.cpu_count()} CPUs; no torch"
+        return
     yield f"machine      {platform.platform()}, {os.cpu_count()} CPUs, torch uses {torch.get_num_threads()} threads"
     if not torch.cuda.is_available():
         yield "GPUs         none"

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import math
-import platform
 import signal
 import threading
 import time
@@ -14,7 +13,6 @@ from collections.abc import Coroutine, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +44,7 @@ from arpo_algo.recording import write_rollouts
 from arpo_algo.rollout import EnvSource, PromptTooLong, derive_seed, sample_groups
 from arpo_algo.tracking import Console, JsonLines, Tracker, Trackers
 from arpo_algo.tree import RolloutTree
+from arpo_algo.versions import versions
 from arpo_env.task import Task, TaskSource
 
 T = TypeVar("T")
@@ -335,17 +334,6 @@ def _in_loop() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def versions() -> dict[str, str]:
-    """Versions of what a result depends on."""
-    found = {"python": platform.python_version()}
-    for name in ("arpo", "torch", "transformers", "gymnasium", "numpy", "math-verify", "antlr4-python3-runtime", "tantivy", "peft"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def overlong_penalty(length: int, *, limit: int, buffer: int) -> float:

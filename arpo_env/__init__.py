@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from arpo_env.tools.cache import CachedTool, ToolCache
     from arpo_env.tools.mcp import MCPTools
     from arpo_env.tools.python import PythonTool
-    from arpo_env.tools.search import KeywordIndex, RecordedSearch, SearchTool, TantivyIndex
+    from arpo_env.tools.search import KeywordIndex, RecordedSearch, SearchHit, SearchTool, SearchUnavailable, TantivyIndex
     from arpo_env.wrappers import ReplayFork
 
 _HOME = {
@@ -68,7 +68,7 @@ _HOME = {
     "tools.cache": ("CachedTool", "ToolCache"),
     "tools.mcp": ("MCPTools",),
     "tools.python": ("PythonTool",),
-    "tools.search": ("KeywordIndex", "RecordedSearch", "SearchTool", "TantivyIndex"),
+    "tools.search": ("KeywordIndex", "RecordedSearch", "SearchHit", "SearchTool", "SearchUnavailable", "TantivyIndex"),
     "wrappers": ("ReplayFork",),
 }
 
@@ -102,8 +102,10 @@ __all__ = [
     "Reply",
     "Reward",
     "Score",
+    "SearchHit",
     "SearchQAEnv",
     "SearchTool",
+    "SearchUnavailable",
     "Tags",
     "TantivyIndex",
     "Task",

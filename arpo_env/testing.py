@@ -31,6 +31,8 @@ SAME_TASK = "reset(seed=s) must give the same observation and info every time, a
 SAME_STEP = "after a fork the same action must give the same observation, reward, flags and info in parent and child"
 UNTOUCHED = "stepping one copy must not change the other: something mutable is shared"
 OUTLIVES = "a child must go on after its parent was closed"
+FAILED = ("env_error", "env_timeout")
+"""Stop reasons of an episode that ended because the environment failed (``arpo_env.interop``)."""
 HOSTILE = ("", " ", "\x00", "<search>", "</search></python><answer>", "<answer>\\boxed{", "{" * 500, '<tool_call>[1, "a"]</tool_call>', "日本語 🙂 \ud800")
 
 
@@ -89,7 +91,7 @@ class EnvConformance:
 
     def make_env(self) -> Env:
         """A new environment, always the same."""
-        raise NotImplementedError
+        raise NotImplementedError("define make_env(self), which returns a new environment")
 
     def test_gymnasium_check_env(self) -> None:
         env = self.make_env().unwrapped
@@ -142,6 +144,13 @@ class EnvConformance:
         env.close()
         assert not isinstance(env.unwrapped, ForkableEnv) or _refuses(env), "fork after close() must be a ForkError"
 
+    def test_the_episode_is_played(self) -> None:
+        env = self.make_env()
+        env.reset(seed=0)
+        for step, (*_, info) in enumerate(play(env, self.actions), 1):
+            assert info.get("stop_reason") not in FAILED, f"step {step} failed in the environment itself: {info.get('answer') or info['stop_reason']}"
+        env.close()
+
     def test_any_text_is_answered(self) -> None:
         env = self.make_env()
         for text in HOSTILE:
@@ -168,13 +177,15 @@ class ToolConformance:
 
     def make_tool(self) -> Tool:
         """A new prototype, always the same."""
-        raise NotImplementedError
+        raise NotImplementedError("define make_tool(self), which returns a new prototype")
 
     def run(self, tool: Tool, calls: Sequence[dict[str, Any]]) -> list[str]:
+        assert self.calls, "calls must name at least one call: without any, nothing is tested"
         texts = []
         for arguments in calls:
             assert check_arguments(tool, arguments) is None, f"{arguments} do not fit the tool's own schema"
             result = tool.call(**arguments)
+            assert isinstance(result, str | ToolResult), f"call {arguments} must return str or ToolResult, got {type(result).__name__}"
             result = result if isinstance(result, ToolResult) else ToolResult(result)
             assert result.ok, f"call {arguments} failed: {result.text}"
             texts.append(result.text)

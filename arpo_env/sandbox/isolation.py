@@ -220,5 +220,5 @@ def warn_once(report: IsolationReport) -> None:
         return
     _warned.set()
     gaps = "; ".join(f"{name}: {reason}" for name, reason in report.missing.items())
-    text = f"code of the model runs at isolation level {report.level!r}. Not protected: {gaps}. Pass require='process' to accept this without a warning."
+    text = f"code of the model runs at isolation level {report.level!r}. Not protected: {gaps}. Pass require={report.level!r} to accept this without a warning."
     warnings.warn(text, IsolationWarning, stacklevel=3)

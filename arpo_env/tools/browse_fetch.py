@@ -111,6 +111,9 @@ class HttpFetcher:
             raise TypeError("allow_private and blocked_hosts take a collection of host names, got a single string")
         self.timeout, self.read_timeout = float(timeout), float(read_timeout)
         self.max_bytes, self.max_redirects = max_bytes, max_redirects
+        names = () if isinstance(allow_private, bool) else tuple(allow_private)
+        if wrong := [name for name in (*names, *blocked_hosts) if "/" in name or (":" in name and name.count(":") == 1)]:
+            raise ValueError(f"allow_private and blocked_hosts take host names without scheme and port (ports= takes those), got {wrong}")
         self.allow_private = allow_private if isinstance(allow_private, bool) else frozenset(map(str.lower, allow_private))
         self.blocked_hosts = frozenset(map(str.lower, blocked_hosts))
         self.ports = None if ports is None else frozenset(ports)

@@ -1,6 +1,7 @@
 """The process that reads HTML: main text by trafilatura where that is wanted, else all visible text.
 
-This file is run as a script (``python -P browse_worker.py MEMORY_MB main|plain``), speaks the protocol of ``arpo_env/_workers.py`` and imports nothing of the package.
+This file is run as a script (``python -P browse_worker.py MEMORY_MB main|plain``), speaks the protocol of ``arpo_env/_workers.py``
+and imports nothing of the package.
 A request is ``{"html", "url", "main", "seconds"}``, its answer ``{"title", "text", "links", "reader"}``; a link is ``[position in the text, label, URL]``.
 """
 

@@ -220,6 +220,8 @@ class CachedTool(Tool):
 
     def __init__(self, tool: Tool, cache: ToolCache):
         check_tool(tool)
+        if not isinstance(cache, ToolCache):
+            raise TypeError(f"cache must be a ToolCache, got {type(cache).__name__}: write ToolCache({cache!r})")
         if tool.stateful or isinstance(tool, CachedTool):
             what = "stateful: its results depend on the calls before" if tool.stateful else "cached already"
             raise ValueError(f"only a stateless tool can be cached; {tool.name!r} is {what}")

@@ -68,7 +68,7 @@ class PythonTool(Tool):
             require: the isolation level that is asked for; ``IsolationError`` when the back end does not give it here. ``None`` takes what there is and
                 warns once a process (:class:`~arpo_env.sandbox.IsolationWarning`) of what is not protected; ``"process"`` takes it without a warning.
         """
-        if not 0 < timeout < math.inf:
+        if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
             raise ValueError(f"timeout must be positive and finite, got {timeout!r}")
         if output_chars < 100:
             raise ValueError(f"output_chars must be at least 100, got {output_chars!r}")

@@ -76,6 +76,8 @@ class SearchTool(Tool):
         except SearchRefused as error:
             _log.error("search refused: %s", error)
             return ToolResult.failure("exception", f"The search service refused this search: {error}")
+        if not all(isinstance(hit, SearchHit) for hit in hits):
+            raise TypeError(f"{type(self.backend).__name__}.search must return a list of SearchHit, got {hits!r:.80}")
         return self.result(hits)
 
     def normalised(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -88,7 +90,7 @@ class SearchTool(Tool):
             raise TypeError(
                 f"{type(self.backend).__name__} needs a method settings() -> Mapping that says what its answers depend on; without it they cannot be cached"
             )
-        return {"top_k": self.top_k, "max_chars": self.max_chars, "backend": dict(self.backend.settings())}  # type: ignore[attr-defined]
+        return {"top_k": self.top_k, "max_chars": self.max_chars, "backend": {"type": type(self.backend).__name__, **self.backend.settings()}}  # type: ignore[attr-defined]
 
     def result(self, hits: Sequence[SearchHit]) -> ToolResult:
         """What the tool answers when ``hits`` were found."""

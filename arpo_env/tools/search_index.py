@@ -17,10 +17,10 @@ class SearchHit:
 
     title: str
     text: str
-    url: str
-    score: float
+    url: str = ""
+    score: float = 0.0
     """Larger is better; comparable within one answer only."""
-    rank: int
+    rank: int = 0
     """1 for the best."""
     source: str = ""
     """Who found it: the back end, with the engine behind it where it says so ("searxng: google"). For people and logs; the policy does not read it."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +290,19 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "torch" in text and "extra search" in text and "machine" in text and "isolation level" in text
+
+
+def test_doctor_in_a_base_install() -> None:
+    """Without torch and tyro it still says what is missing; every other command names the extra."""
+    code = (
+        "import sys; sys.modules.update(torch=None, tyro=None, transformers=None); sys.argv = ['arpo', '{command}']; "
+        "from arpo_algo.__main__ import main; sys.exit(main())"
+    )
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=100)
+    doctor = run([sys.executable, "-W", "ignore", "-c", code.format(command="doctor")])
+    assert doctor.returncode == 0 and "no torch" in doctor.stdout and "sandbox isolation level" in doctor.stdout, doctor.stderr
+    other = run([sys.executable, "-W", "ignore", "-c", code.format(command="eval")])
+    assert other.returncode == 1 and "arpo[train]" in other.stderr
 
 
 def test_doctor_where_code_cannot_be_isolated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

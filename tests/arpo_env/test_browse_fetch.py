@@ -432,3 +432,11 @@ def test_a_fetcher_can_be_pickled(site: Site) -> None:
     twin = pickle.loads(pickle.dumps(local_fetcher(per_host=3)))
     assert twin.fetch(f"{site.url}/").body == b"<p>hello</p>"
     assert twin._gate.at_once == 3
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1:8000", "http://example.org"])
+def test_hosts_are_named_without_port_and_scheme(name: str) -> None:
+    with pytest.raises(ValueError, match="without scheme and port"):
+        HttpFetcher(allow_private=(name,))
+    with pytest.raises(ValueError, match="without scheme and port"):
+        HttpFetcher(blocked_hosts=(name,))

@@ -204,3 +204,8 @@ def test_two_functions_of_one_name_do_not_share_answers(tmp_path: Path) -> None:
     newer = arpo_env.tool(timeout=None, version="2")(made("one").function)
     assert CachedTool(newer, cache).call(question="?").text == "one"
     assert cache.stats().here["ask"]["misses"] == 3, "another version is another key"
+
+
+def test_a_path_in_the_place_of_a_cache_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"got str: write ToolCache\('c.sqlite'\)"):
+        CachedTool(SearchTool(KeywordIndex([{"title": "a", "text": "b"}])), "c.sqlite")  # type: ignore[arg-type]

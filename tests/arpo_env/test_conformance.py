@@ -223,6 +223,22 @@ class TestTheKitCatches:
         with pytest.raises(AssertionError, match=r"(?s)after a fork.*(more steps|steps later)"):
             check_fork(Shortened, ["x"] * 6)
 
+    def test_an_environment_that_fails_itself(self) -> None:
+        class Broken(Dice):
+            def step(self, action: str) -> Any:
+                observation, reward, _, _, info = super().step(action)
+                return observation, reward, False, True, {**info, "stop_reason": "env_error", "answer": "TypeError: opponent"}
+
+        assert "test_the_episode_is_played" in broken_rules(EnvConformance, Broken, ("x",))
+
+    def test_a_tool_of_the_wrong_type_and_a_kit_without_calls(self) -> None:
+        class Dictionary(Notebook):
+            def call(self, text: str) -> Any:  # type: ignore[override]
+                return {"text": text}
+
+        assert "test_episodes_share_nothing" in broken_rules(ToolConformance, Dictionary, TestNotebook.calls)
+        assert "test_fork_at_every_call" in broken_rules(ToolConformance, Notebook, ())
+
     def test_replayed_tools_pass(self) -> None:
         assert broken_rules(EnvConformance, lambda: notebook_env(ReplayedNotebook()), TestNotebookEnv.actions) == set()
 

@@ -365,3 +365,27 @@ def test_the_public_record_of_a_thousand_searches() -> None:
     assert recorded.search("Love Finds Andy Hardy director", 3)[0].text.startswith("Jun 1, 2019")
     assert recorded.search("what is the capital of France", 3) == []
     assert not any(hit.text.startswith("Page ") for hit in recorded.search("Solo Cup company owner", 5))
+
+
+class _Answers:
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def search(self, query: str, k: int) -> Any:
+        return self.answer
+
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+
+class _OtherAnswers(_Answers):
+    pass
+
+
+def test_a_backend_that_returns_something_else_is_named() -> None:
+    with pytest.raises(TypeError, match=r"_Answers.search must return a list of SearchHit"):
+        SearchTool(_Answers([{"title": "a"}])).call(query="x")
+
+
+def test_backends_of_two_classes_share_no_cache_entries() -> None:
+    assert SearchTool(_Answers([])).settings() != SearchTool(_OtherAnswers([])).settings()
