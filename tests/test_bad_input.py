@@ -23,6 +23,9 @@ from arpo_algo.policies.scripted import ScriptedTurn
 from arpo_algo.rollout import PromptTooLong
 from arpo_env import ToolEnv
 from arpo_env.envs.world import WorldConfig, world_vocabulary
+from arpo_env.sandbox import IsolationError
+from arpo_env.tools.cache import CacheError
+from arpo_env.tools.mcp import MCPServerError
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "bad_input.md"
 STARTS, STOPS, ON = "does not start", "stops", "goes on"
@@ -386,3 +389,59 @@ def test_rewards_may_be_numbers_of_numpy(number: Any) -> None:
     env = tool_env(reward=reward)
     env.reset(seed=0)
     assert env.step("<answer> ada </answer>")[1] == float(number)
+
+
+# -- the tools that come with it ---------------------------------------------------------------------------------------------------------------------------
+
+
+@case("Model-written code would run with less isolation than required", STARTS, "isolation level 'vm' was required, LocalPython")
+def test_isolation_that_is_not_to_be_had(seen: str) -> None:
+    with pytest.raises(IsolationError) as error:
+        arpo_env.PythonTool(require="vm")
+    assert seen in str(error.value) and "sandbox isolation level:" in str(error.value)
+
+
+@case("Threads are alive in the interpreter when its environment forks", "the branch is not made", "threads are alive and would not live on in a copy: poller")
+def test_fork_with_threads(seen: str) -> None:
+    env = ToolEnv(TASKS, [arpo_env.PythonTool(arpo_env.LocalPython(imports=()), require="process")])
+    env.reset(seed=0)
+    env.step("<python>import threading; threading.Thread(target=threading.Event().wait, name='poller', daemon=True).start()</python>")
+    with pytest.raises(arpo_env.ForkError) as error:
+        arpo_env.fork(env)
+    assert seen in str(error.value)
+    assert "2" in env.step("<python>1 + 1</python>")[0]
+    env.close()
+
+
+@case("A cache to replay that is not there", STARTS, "no tool cache to replay at")
+def test_replay_without_a_record(seen: str, tmp_path: Path) -> None:
+    with pytest.raises(CacheError) as error:
+        arpo_env.ToolCache(tmp_path / "none.sqlite", mode="replay")
+    assert seen in str(error.value) and not list(tmp_path.iterdir())
+
+
+@case("A path in the place of a cache", STARTS, "cache must be a ToolCache, got str: write ToolCache('searches.sqlite')")
+def test_path_for_a_cache(seen: str) -> None:
+    with pytest.raises(TypeError) as error:
+        arpo_env.CachedTool(search, "searches.sqlite")  # type: ignore[arg-type]
+    assert seen in str(error.value)
+
+
+class Dictionaries:
+    def search(self, query: str, k: int) -> Any:
+        return [{"title": "a"}]
+
+
+@case("A search back end that returns something else than hits", ON, "Dictionaries.search must return a list of SearchHit, got [{'title': 'a'}]")
+def test_search_without_hits(seen: str) -> None:
+    env = ToolEnv(TASKS, [arpo_env.SearchTool(Dictionaries())])
+    env.reset(seed=0)
+    assert seen in env.step("<search>x</search>")[0]
+
+
+@case("An MCP server that cannot be started", STARTS, "MCP server 'no-such-program' did not start")
+def test_no_mcp_server(seen: str) -> None:
+    pytest.importorskip("mcp")
+    with pytest.raises(MCPServerError) as error:
+        arpo_env.MCPTools("no-such-program --option")
+    assert seen in str(error.value), str(error.value)
