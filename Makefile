@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: quickstart quickstart-smoke test test-openenv test-verifiers lint format real-model
+.PHONY: quickstart quickstart-smoke test test-openenv test-verifiers test-vllm lint format real-model
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,7 +23,7 @@ real-model: $(VENV)/.installed
 test: $(VENV)/.installed lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# Two libraries whose pins go with nothing else have environments of their own.
+# Libraries whose pins go with nothing else have environments of their own.
 .venv-openenv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-openenv
 	.venv-openenv/bin/python -m pip install --quiet --editable '.[openenv-server]' httpx 'pytest>=8' 'pytest-timeout>=2.3'
@@ -34,11 +34,21 @@ test: $(VENV)/.installed lint
 	.venv-verifiers/bin/python -m pip install --quiet --editable '.[verifiers]' 'pytest>=8' 'pytest-timeout>=2.3'
 	touch $@
 
+# torch==2.13.0+cpu is on PyTorch's CPU index: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+.venv-vllm/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --requirement constraints-vllm.txt
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
 test-openenv: .venv-openenv/.installed
 	ARPO_REQUIRE_OPENENV=1 OMP_NUM_THREADS=1 .venv-openenv/bin/python -m pytest tests/interop/test_openenv.py tests/interop/test_openenv_session.py
 
 test-verifiers: .venv-verifiers/.installed
 	ARPO_REQUIRE_VERIFIERS=1 OMP_NUM_THREADS=1 .venv-verifiers/bin/python -m pytest tests/interop/test_verifiers.py tests/interop/test_verifiers_traces.py
+
+test-vllm: .venv-vllm/.installed
+	ARPO_REQUIRE_VLLM=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/serving tests/arpo_algo/test_vllm_parts.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

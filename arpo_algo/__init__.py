@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from arpo_algo.policies.base import Generation, Policy, SamplingParams
     from arpo_algo.policies.scripted import ScriptedPolicy
     from arpo_algo.policies.transformers import TransformersPolicy
+    from arpo_algo.policies.vllm import VLLMPolicy
     from arpo_algo.rollout import RolloutConfig, sample_groups
     from arpo_algo.sft import SFTConfig, SFTExample
     from arpo_algo.train import ARPOTrainer, TrainResult
@@ -51,6 +52,7 @@ _HOME = {
     "policies.base": ("Generation", "Policy", "SamplingParams"),
     "policies.scripted": ("ScriptedPolicy",),
     "policies.transformers": ("TransformersPolicy",),
+    "policies.vllm": ("VLLMPolicy",),
     "rollout": ("RolloutConfig", "sample_groups"),
     "sft": ("SFTConfig", "SFTExample"),
     "train": ("ARPOTrainer", "TrainResult"),
@@ -88,6 +90,7 @@ __all__ = [
     "Trajectory",
     "TransformersPolicy",
     "UniformBranching",
+    "VLLMPolicy",
     "print_tree",
     "sample_groups",
 ]

@@ -24,6 +24,7 @@ import torch
 from arpo_algo.policies.base import Generation, SamplingParams
 from arpo_algo.policies.decoding import CachedDecoder, Decoder, DecodingStats, RecomputingDecoder, evaluating, why_not_cached
 from arpo_algo.policies.kv_cache import Ids
+from arpo_algo.policies.model_info import model_context_length, model_eos_ids, model_vocab_size
 from arpo_algo.policies.sampling import sample, seed_key, uniforms
 from arpo_algo.policies.stops import StopDetector, StopStrings
 
@@ -74,9 +75,9 @@ class TransformersPolicy:
         self.tokenizer = tokenizer
         self.stats = DecodingStats()
         self._max_batch = max_batch
-        self._context_length = _context_length(model) if context_length is None else context_length
-        self._vocab_size = _vocab_size(model)
-        self._eos_ids = frozenset(_eos_ids(model, tokenizer) if eos_ids is None else eos_ids)
+        self._context_length = model_context_length(model) if context_length is None else context_length
+        self._vocab_size = model_vocab_size(model)
+        self._eos_ids = frozenset(model_eos_ids(model, tokenizer) if eos_ids is None else eos_ids)
         self._version = 0
         self._waiting: deque[_Request] = deque()
         self._active: list[_Request] = []  # a request's place here is its slot in the decoder
@@ -292,29 +293,3 @@ class TransformersPolicy:
     def _decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
-
-
-def _context_length(model: torch.nn.Module) -> int:
-    config: Any = model.config
-    config = config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
-        if (length := getattr(config, name, None)) is not None:
-            return int(length)
-    raise ValueError(f"{type(model).__name__} names no context length in its configuration, pass context_length")
-
-
-def _vocab_size(model: torch.nn.Module) -> int:
-    typed: Any = model
-    head = typed.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if head is not None:
-        return int(head.weight.shape[0])
-    config: Any = model.config
-    return int(config.get_text_config().vocab_size)
-
-
-def _eos_ids(model: torch.nn.Module, tokenizer: Any) -> list[int]:
-    """End ids of the generation configuration (one or a list), else of the configuration, and the tokenizer's."""
-    generation: Any = getattr(model, "generation_config", None)
-    configured = generation.eos_token_id if generation is not None else getattr(model.config, "eos_token_id", None)
-    ids = list(configured) if isinstance(configured, (list, tuple)) else [configured]
-    return [int(i) for i in (*ids, getattr(tokenizer, "eos_token_id", None)) if i is not None]

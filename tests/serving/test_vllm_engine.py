@@ -1,0 +1,97 @@
+"""The life of a vLLM engine in this process: refusals, new weights, failure. Every test starts one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None and not os.environ.get("ARPO_REQUIRE_VLLM"):  # where it is set, a missing package is a failure
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import torch
+from vllm_fakes import Pieces, alone, counted, llama, prompt, right, together
+
+from arpo_algo.policies.base import Generation, SamplingParams
+from arpo_algo.policies.vllm import VLLMPolicy
+from arpo_algo.policies.vllm_engine import EngineStopped
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),  # a start takes 15 s on an idle machine
+    pytest.mark.filterwarnings("ignore"),  # those of vLLM and what it imports, in its thread
+]
+
+
+def test_new_weights_are_the_ones_served(tmp_path: Path) -> None:
+    """A tied output head: the one that vLLM's CPU build leaves as it was."""
+    model = llama(tmp_path / "0", tied=True)
+    ids, params = prompt(70), SamplingParams(max_new_tokens=20, temperature=0.0)
+    with VLLMPolicy(tmp_path / "0", tokenizer=Pieces(), cache_bytes=1 << 24) as policy:
+        right(model, ids, params, alone(policy, ids, max_new_tokens=20, temperature=0.0))
+        for version in (1, 2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.05 * torch.randn_like(parameter))
+            stale = alone(policy, ids, max_new_tokens=20, temperature=0.0)
+            with pytest.raises(AssertionError):
+                right(model, ids, params, stale)
+            if version == 1:
+                policy.update_weights(model.state_dict().items())
+            else:
+                model.save_pretrained(tmp_path / "2")
+                policy.update_weights(tmp_path / "2")
+            fresh: list[Generation] = []
+            assert counted(policy, lambda: fresh.extend(together(policy, [(ids, params)]))) == (70, 0), "keys and values of the old weights are in use"  # noqa: B023
+            right(model, ids, params, fresh[0])
+            assert (stale.version, fresh[0].version, policy.version) == (version - 1, version, version)
+        with pytest.raises(ValueError, match="expected the folder of a checkpoint, got 'nowhere'"):
+            policy.update_weights("nowhere")
+        with pytest.raises(EngineStopped, match="could not load new weights"):
+            policy.update_weights([("model.norm.weight", torch.zeros(3))])
+        with pytest.raises(EngineStopped, match="could not load new weights"):
+            alone(policy, ids, max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"max_batch": 0}, "max_batch must be at least 1, got 0"),
+        ({"logprobs_mode": "raw_logprobs", "speculative_config": {}}, "sets these engine arguments itself: logprobs_mode, speculative_config"),
+        ({"context_length": 4096}, "4096"),
+        ({"enable_chunked_prefill": True}, "cannot prefill in chunks"),
+        ({"cache_bytes": 1 << 12}, "No available memory for the cache blocks"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_before_the_first_token(tmp_path: Path, kwargs: dict[str, Any], message: str) -> None:
+    llama(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        VLLMPolicy(tmp_path, tokenizer=Pieces(), **{"cache_bytes": 1 << 26, **kwargs})
+    assert not torch.distributed.is_initialized()
+
+
+def test_an_engine_that_fails_answers_everybody(tmp_path: Path) -> None:
+    llama(tmp_path)
+    policy = VLLMPolicy(tmp_path, tokenizer=Pieces(), cache_bytes=1 << 24)
+    with pytest.raises(RuntimeError, match="this process runs a vLLM engine already"):
+        VLLMPolicy(tmp_path, tokenizer=Pieces())
+
+    def fail() -> Any:
+        raise OSError("out of memory, says the test")
+
+    async def main() -> list[Any]:
+        policy._engine.call(lambda engine: setattr(engine, "step", fail))
+        return await asyncio.gather(*(policy.generate([1], SamplingParams(max_new_tokens=5)) for _ in range(3)), return_exceptions=True)
+
+    try:
+        assert [(type(got), str(got)) for got in asyncio.run(main())] == [(EngineStopped, "the vLLM engine failed: OSError: out of memory, says the test")] * 3
+        with pytest.raises(EngineStopped, match="out of memory"):
+            alone(policy, [1], max_new_tokens=1)
+    finally:
+        policy.close()
+        policy.close()
+    assert not torch.distributed.is_initialized(), "a learner could not open its process group"
