@@ -7,7 +7,8 @@ confirmed on the text of the whole turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
 
 _SLACK = 8
 """Characters of a decoded tail that may differ from the whole text: up to three replacement characters of a split UTF-8 sequence at each end, a leading
@@ -70,3 +71,31 @@ class StopDetector:
             self._limit = 2 * self._strings.reach
         else:
             self._limit *= 2
+
+
+class Endings:
+    """Why turns end, the same for every policy: an end-of-sequence id, else a stop string that the last token completes, else the limit."""
+
+    def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
+        self._tokenizer, self._eos_ids = tokenizer, eos_ids
+        self._strings: dict[tuple[str, ...], StopStrings] = {}
+
+    def detector(self, stop: tuple[str, ...]) -> StopDetector | None:
+        """What watches one turn for ``stop``; None where there is nothing to look for."""
+        if not stop:
+            return None
+        if stop not in self._strings:
+            self._strings[stop] = StopStrings(self._decode, stop)
+        return StopDetector(self._strings[stop])
+
+    def of(self, ids: list[int], detector: StopDetector | None, max_new_tokens: int) -> tuple[Literal["eos", "stop", "length"] | None, str | None]:
+        """Why the turn of the sampled ``ids`` ends with the last of them, and the stop string where one does; None where it goes on."""
+        if ids[-1] in self._eos_ids:
+            return "eos", None
+        if detector is not None and (stop := detector.check(ids)) is not None:
+            return "stop", stop
+        return ("length" if len(ids) >= max_new_tokens else None), None
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from arpo_algo.policies.decoding import CachedDecoder, Decoder, DecodingStats, R
 from arpo_algo.policies.kv_cache import Ids
 from arpo_algo.policies.model_info import model_context_length, model_eos_ids, model_vocab_size
 from arpo_algo.policies.sampling import sample, seed_key, uniforms
-from arpo_algo.policies.stops import StopDetector, StopStrings
+from arpo_algo.policies.stops import Endings, StopDetector
 
 _SHARED_LOADING = ("gguf_file", "revision", "subfolder", "trust_remote_code", "token", "cache_dir", "local_files_only")
 """Arguments of ``from_pretrained`` that say where the files are, and so concern the tokenizer as well as the model."""
@@ -81,7 +81,7 @@ class TransformersPolicy:
         self._version = 0
         self._waiting: deque[_Request] = deque()
         self._active: list[_Request] = []  # a request's place here is its slot in the decoder
-        self._stops: dict[tuple[str, ...], StopStrings] = {}
+        self._endings = Endings(self.tokenizer, self._eos_ids)
         self._loop_task: asyncio.Task[None] | None = None
         self._decoder = self._choose_decoder(cache_bytes)
         self._refresh()
@@ -143,7 +143,7 @@ class TransformersPolicy:
         """
         loop = asyncio.get_running_loop()
         prompt = self._checked(prompt_ids, params)
-        request = _Request(prompt, params, loop.create_future(), seed_key(params.seed), self._detector(params.stop))
+        request = _Request(prompt, params, loop.create_future(), seed_key(params.seed), self._endings.detector(params.stop))
         if self._loop_task is None or self._loop_task.done():
             self._loop_task = loop.create_task(self._run())
         elif self._loop_task.get_loop() is not loop:
@@ -220,7 +220,7 @@ class TransformersPolicy:
             request.ids.append(ids[slot])
             request.logprobs.append(logprobs[slot])
             request.entropies.append(entropies[slot])
-            reason, stop = self._ending(request)
+            reason, stop = self._endings.of(request.ids, request.detector, request.params.max_new_tokens)
             if reason is not None:
                 self._leave(slot)
                 if not request.future.done():
@@ -236,13 +236,6 @@ class TransformersPolicy:
                     )
         if len(self._active) != len(ids):
             self._refresh()
-
-    def _ending(self, request: _Request) -> tuple[Literal["eos", "stop", "length"] | None, str | None]:
-        if request.ids[-1] in self._eos_ids:
-            return "eos", None
-        if request.detector is not None and (stop := request.detector.check(request.ids)) is not None:
-            return "stop", stop
-        return ("length" if len(request.ids) >= request.params.max_new_tokens else None), None
 
     def _leave(self, slot: int) -> None:
         self._decoder.leave(slot)
@@ -282,14 +275,3 @@ class TransformersPolicy:
         if prompt.min() < 0 or prompt.max() >= self._vocab_size:
             raise ValueError(f"expected ids in [0, {self._vocab_size}), got {prompt.min()} to {prompt.max()}")
         return prompt
-
-    def _detector(self, stop: tuple[str, ...]) -> StopDetector | None:
-        if not stop:
-            return None
-        if stop not in self._stops:
-            self._stops[stop] = StopStrings(self._decode, stop)
-        return StopDetector(self._stops[stop])
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text

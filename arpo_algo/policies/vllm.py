@@ -28,7 +28,7 @@ from arpo_algo.policies.base import Generation, SamplingParams
 from arpo_algo.policies.decoding import DecodingStats
 from arpo_algo.policies.model_info import model_context_length, model_eos_ids
 from arpo_algo.policies.sampling import seed_key
-from arpo_algo.policies.stops import StopDetector, StopStrings
+from arpo_algo.policies.stops import Endings, StopDetector
 from arpo_algo.policies.vllm_engine import EngineThread, check_arguments, replace_weights
 from arpo_algo.policies.vllm_worker import COLUMNS
 
@@ -90,7 +90,7 @@ class VLLMPolicy:
         self._version = 0
         self._names = itertools.count()
         self._requests: dict[str, _Request] = {}  # touched by the engine's thread alone
-        self._stops: dict[tuple[str, ...], StopStrings] = {}
+        self._endings = Endings(self.tokenizer, self._eos_ids)
         given = {"dtype": dtype, "kv_cache_memory_bytes": cache_bytes}
         arguments = {"model": fspath(path), "max_model_len": self._context_length, "max_num_seqs": max_batch, **engine_args}
         self._engine = EngineThread(arguments | {name: value for name, value in given.items() if value is not None}, self)
@@ -118,7 +118,7 @@ class VLLMPolicy:
         Raises ``ValueError`` for an empty prompt, an id outside the vocabulary, an empty stop string, a temperature between 0 and 0.01, and where prompt and
         ``max_new_tokens`` exceed the context; ``EngineStopped`` when the engine fails or is closed.
         """
-        request = _Request(self._checked(prompt_ids, params), params, self._detector(params.stop))
+        request = _Request(self._checked(prompt_ids, params), params, self._endings.detector(params.stop))
         name = str(next(self._names))
         joined = self._engine.call(lambda engine: self._join(engine, name, request))
         joined.add_done_callback(lambda done: _pass_on(done, request.future))
@@ -208,7 +208,7 @@ class VLLMPolicy:
             if not math.isfinite(logprob + entropy):
                 error = FloatingPointError(f"expected logits that make a distribution, got log-probability {logprob} and entropy {entropy} from vLLM")
                 return self._end(output.request_id, error)
-            reason, stop = self._ending(request)
+            reason, stop = self._endings.of(request.ids, request.detector, request.params.max_new_tokens)
             if reason is not None:
                 return self._end(output.request_id, self._generation(request, reason, stop))
         if output.finished:
@@ -222,13 +222,6 @@ class VLLMPolicy:
     def stopped(self, error: Exception) -> None:
         for name in list(self._requests):
             self._end(name, error)
-
-    def _ending(self, request: _Request) -> tuple[Literal["eos", "stop", "length"] | None, str | None]:
-        if request.ids[-1] in self._eos_ids:
-            return "eos", None
-        if request.detector is not None and (stop := request.detector.check(request.ids)) is not None:
-            return "stop", stop
-        return ("length" if len(request.ids) >= request.params.max_new_tokens else None), None
 
     def _generation(self, request: _Request, reason: Literal["eos", "stop", "length"], stop: str | None) -> Generation:
         return Generation(
@@ -262,17 +255,6 @@ class VLLMPolicy:
         if 0 < params.temperature < _MIN_TEMPERATURE:
             raise ValueError(f"temperature must be 0 or at least {_MIN_TEMPERATURE} with vLLM, got {params.temperature}")
         return prompt
-
-    def _detector(self, stop: tuple[str, ...]) -> StopDetector | None:
-        if not stop:
-            return None
-        if stop not in self._stops:
-            self._stops[stop] = StopStrings(self._decode, stop)
-        return StopDetector(self._stops[stop])
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
 
 
 def _pass_on(joined: Future[None], turn: Future[Generation]) -> None:
