@@ -82,12 +82,19 @@ def _import(names: list[str]) -> dict[str, str]:
         try:
             importlib.import_module(name)
         except Exception as error:
+            _drop(name.partition(".")[0])
             missing[name] = f"{type(error).__name__}: {error}"
         threads = len(os.listdir("/proc/self/task"))
         if threads > 1:
             alive = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
             raise RuntimeError(f"importing {name!r} started {threads - 1} thread(s) {alive}; a forked session would lose them: import it in the cells instead")
     return missing
+
+
+def _drop(package: str) -> None:
+    """Forget what is left of a package whose import failed half-way: a session, which has a directory to write to, may succeed."""
+    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+        del sys.modules[name]
 
 
 def _open_streams() -> None:

@@ -224,6 +224,16 @@ def test_random_states_go_on_alike_in_parent_and_copy() -> None:
             assert value(fresh, seeded) == value(other, seeded)
 
 
+def test_a_figure_goes_on_in_a_copy() -> None:
+    """matplotlib wants a directory to write to when it is imported, which a session alone has: the import made in advance must not spoil the later one."""
+    pytest.importorskip("matplotlib")
+    with Pool(("matplotlib",)) as pool, pool.session() as session:
+        session.exec("from matplotlib import pyplot as plt\nfigure, axes = plt.subplots()\n_ = axes.plot([1, 2])", timeout=60)
+        with session.fork() as copy:
+            assert value(copy, "_ = axes.plot([3, 4])\nfigure.savefig('lines.png')\nlen(axes.lines), open('lines.png', 'rb').read(4)") == "(2, b'\\x89PNG')"
+        assert value(session, "import os\nlen(axes.lines), os.path.exists('lines.png')") == "(1, False)"
+
+
 @at_every_level
 def test_what_lives_in_the_interpreter_goes_on_in_a_copy(pool: Pool, session: Session) -> None:
     session.exec(
