@@ -29,6 +29,7 @@ Wall-clock values (seconds per tool, timeouts, retries) go to ``env.telemetry``,
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import operator
 import time
@@ -39,6 +40,7 @@ from typing import Any, ClassVar, Self
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 
 from arpo_env._deadline import DeadlineExceeded, call_with_deadline
+from arpo_env._together import all_or_none
 from arpo_env.calling import Slots, Telemetry, bind_tool, call_tool, check_prototypes, copy_arguments, weakest_isolation
 from arpo_env.forking import STRENGTH, ForkableEnv, ForkError, TextSpace, fork, fork_support
 from arpo_env.formats import CallFormat, ParsedTurn, Tags, ToolCall
@@ -340,13 +342,7 @@ class ToolEnv(ForkableEnv):
     def _fork_tool(self, instance: Tool, others: Sequence[Mapping[str, Tool]]) -> list[Tool]:
         if instance.fork_support != "replay" or type(instance).fork_with is not Tool.fork_with:  # with its own, a tool replays itself
             return instance.fork_with(others)
-        with contextlib.ExitStack() as undo:
-            made = []
-            for _ in others:
-                made.append(self._replayed(instance))
-                undo.callback(made[-1].close)
-            undo.pop_all()
-        return made
+        return all_or_none(len(others), functools.partial(self._replayed, instance), lambda twin: twin.close())
 
     def _replayed(self, instance: Tool) -> Tool:
         """A fresh instance brought to the state of ``instance`` by the recorded calls, each result compared."""

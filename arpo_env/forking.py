@@ -25,6 +25,7 @@ from gymnasium.utils.ezpickle import EzPickle
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from gymnasium.wrappers import HumanRendering, RecordVideo
 
+from arpo_env._together import all_or_none
 from arpo_env.tools.base import ForkSupport
 
 EnvT = TypeVar("EnvT", bound="gymnasium.Env[Any, Any] | SyncVectorEnv")
@@ -118,17 +119,12 @@ class ForkableEnv(gymnasium.Env[str, str]):
             raise ForkError(f"cannot fork a closed {type(self).__name__}")
         if not self._running:
             raise ForkError(f"cannot fork {type(self).__name__} before reset()")
-        twins: list[Self] = []
-        try:
-            for _ in range(n):
-                twin = self._copied()
-                self._fork_into(twin)
-                twins.append(twin)
-        except BaseException:
-            for twin in twins:
-                twin.close()
-            raise
-        return twins
+        return all_or_none(n, self._fork_one, lambda twin: twin.close())
+
+    def _fork_one(self) -> Self:
+        twin = self._copied()
+        self._fork_into(twin)
+        return twin
 
     def _copied(self) -> Self:
         twin = object.__new__(type(self))

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
+from arpo_env._together import all_or_none
+
 from .isolation import LEVELS, IsolationError, IsolationReport, Level, probe
 from .limits import Limits
 from .pool import shared_pool
@@ -75,15 +77,7 @@ def fork_many(session: ForkableSession, n: int) -> list[ForkableSession]:
     """``n`` independent copies, all or none: in one step where the session can, else one after another."""
     if isinstance(session, ForksMany):
         return session.fork_many(n)
-    made: list[ForkableSession] = []
-    try:
-        for _ in range(n):
-            made.append(session.fork())
-    except BaseException:
-        for copy in made:
-            copy.close()
-        raise
-    return made
+    return all_or_none(n, session.fork, lambda copy: copy.close())
 
 
 def check_level(backend: PythonBackend, level: Level) -> None:

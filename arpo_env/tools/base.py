@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from arpo_env._together import all_or_none
 from arpo_env.task import Task
 
 if TYPE_CHECKING:
@@ -94,16 +95,7 @@ class Tool:
 
     def fork_many(self, n: int) -> list[Self]:
         """``n`` independent copies, all or none. Override it where making them at once is cheaper, as with a remote machine that is copied in one request."""
-        made: list[Self] = []
-        try:
-            for _ in range(n):
-                made.append(self.fork())
-        except BaseException:
-            for twin in made:
-                if twin.stateful:  # a stateless one is this very instance
-                    twin.close()
-            raise
-        return made
+        return all_or_none(n, self.fork, lambda twin: twin.close() if twin.stateful else None)  # a stateless one is this very instance
 
     def bind_with(self, others: Mapping[str, Tool]) -> Self:
         """:meth:`bind` in an episode for which ``others`` are bound. Override it where several tools have one state, as those of one server."""
