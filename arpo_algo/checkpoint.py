@@ -25,6 +25,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -113,17 +114,27 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Copy the checkpoint's weights into ``model``, bit for bit; with LoRA those of the adapter. Raises ``RuntimeError`` when names or shapes differ."""
     adapter = checkpoint.folder / "adapter"
     folder = adapter if adapter.exists() else checkpoint.model_path
-    tensors = _read_safetensors(folder)
+    tensors = read_weights(folder)
     if hasattr(model, "peft_config"):
         from peft import set_peft_model_state_dict
 
         outcome: Any = set_peft_model_state_dict(model, tensors)
         missing, unexpected = [name for name in outcome.missing_keys if "lora_" in name], outcome.unexpected_keys
+        if missing or unexpected:
+            raise RuntimeError(f"adapter in {folder} does not fit the model: missing {missing}, unexpected {unexpected}")
     else:
-        missing, unexpected = model.load_state_dict(tensors, strict=False)
-        missing = [name for name in missing if not tensors.keys() & _names_of_same(model, name)]
-    if missing or unexpected:
-        raise RuntimeError(f"weights in {folder} do not fit the model: missing {missing}, unexpected {unexpected}")
+        copy_weights(model, tensors)
+
+
+def copy_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy named tensors into ``model``; of tied weights one name will do. Raises ``RuntimeError`` when names or shapes differ, before anything is copied."""
+    own = model.state_dict()
+    missing = [name for name in own if name not in tensors and not tensors.keys() & _names_of_same(model, name)]
+    unexpected = sorted(tensors.keys() - own.keys())
+    wrong = [f"{name} is {tuple(t.shape)}, expected {tuple(own[name].shape)}" for name, t in tensors.items() if name in own and t.shape != own[name].shape]
+    if missing or unexpected or wrong:
+        raise RuntimeError(f"the weights do not fit the model: missing {missing}, unexpected {unexpected}, shapes {wrong}")
+    model.load_state_dict(tensors, strict=False)
 
 
 def latest_checkpoint(run: str | Path) -> Path | None:
@@ -238,10 +249,11 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-def _read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
+def read_weights(folder: str | PathLike[str]) -> dict[str, torch.Tensor]:
+    """The tensors of all ``*.safetensors`` in a folder. Raises :class:`CheckpointError` where there are none."""
     from safetensors.torch import load_file
 
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"expected *.safetensors in {folder}, found none")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}

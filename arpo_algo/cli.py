@@ -32,6 +32,7 @@ from arpo_algo.metrics import rollout_metrics
 from arpo_algo.policies.transformers import TransformersPolicy
 from arpo_algo.recording import write_rollouts
 from arpo_algo.rollout import RolloutConfig, sample_groups
+from arpo_algo.sampler import run_async
 from arpo_algo.settings import SettingsError, build, flags, read_toml
 from arpo_algo.sft import SFTConfig, SFTLearner, sft
 from arpo_algo.traces import read_traces
@@ -169,7 +170,7 @@ class Eval(ModelCommand):
         (policy, codec), env = self.load(), self.env.make()
         tasks = training.first_tasks(_tasks(env), self.n)
         measured = evaluate(env, policy, codec, tasks, self.rollout, samples=self.samples, temperature=self.temperature, seed=self.seed)
-        result = training.run_async(measured)
+        result = run_async(measured)
         print(result)
         if self.out is not None:
             _write_json(self.out, result.to_dict() | {"model": self.model, "versions": versions()})
@@ -196,7 +197,7 @@ class Rollout(ModelCommand):
         (policy, codec), env = self.load(), self.env.make()
         sampling = sample_groups(env, policy, codec, self.branching, self.rollout, self._options(env), seed=self.seed)
         started = time.perf_counter()
-        trees = [tree.canonical() for tree in training.run_async(sampling)]
+        trees = [tree.canonical() for tree in run_async(sampling)]
         seconds = time.perf_counter() - started
         for tree in trees:
             print(print_tree(tree, width=self.width))

@@ -271,6 +271,7 @@ class GroupSampler:
             top_p=self.config.top_p,
             stop=tuple(live.info.get("stop_strings", ())),
             seed=derive_seed(self.seed, *live.seed_path, live.depth),
+            tree=self.seed,
         )
         start = time.monotonic()
         generation = await self.policy.generate(live.context, params)

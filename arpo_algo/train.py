@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import math
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -41,13 +40,13 @@ from arpo_algo.metrics import rollout_metrics
 from arpo_algo.packing import Rows, Weigh, pad_groups, trajectory_mean
 from arpo_algo.policies.transformers import TransformersPolicy
 from arpo_algo.recording import write_rollouts
-from arpo_algo.rollout import EnvSource, PromptTooLong, derive_seed, sample_groups
+from arpo_algo.rollout import EnvSource, PromptTooLong, derive_seed
+from arpo_algo.sampler import LocalSampler, Sampler, run_async
 from arpo_algo.tracking import Console, JsonLines, Tracker, Trackers
 from arpo_algo.tree import RolloutTree
 from arpo_algo.versions import versions
 from arpo_env.task import Task, TaskSource
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MAX_REDRAWS = 3
@@ -80,6 +79,7 @@ class ARPOTrainer:
         loss, kl, weigh: the objective: see ``arpo_algo.losses`` and ``arpo_algo.packing``.
         estimate, assign: rewards of a group -> a number for each trajectory -> one for each of its tokens: see ``arpo_algo.advantages``.
         ref_model: another reference for the KL term than the model as it is now.
+        sampler: what samples the groups; by default this process.
         trackers: where metrics go besides ``run_dir/metrics.jsonl`` and the terminal.
         run_dir: metrics, rollouts and checkpoints; must be new, or hold a run with the same settings to resume.
     """
@@ -100,6 +100,7 @@ class ARPOTrainer:
         estimate: Estimator | None = None,
         assign: Assignment = soft,
         ref_model: nn.Module | None = None,
+        sampler: Sampler | None = None,
         trackers: Sequence[Tracker] = (),
         run_dir: str | Path = "runs/arpo",
     ):
@@ -111,6 +112,7 @@ class ARPOTrainer:
             raise ValueError(f"eval_every={self.config.eval_every} needs eval_tasks, the tasks to evaluate on")
         self.policy = _policy(model, tokenizer, self.config)
         self.model, self.tokenizer = self.policy.model, self.policy.tokenizer
+        self.sampler: Sampler = sampler if sampler is not None else LocalSampler(env=env, policy=self.policy)
         self.codec: Codec = codec if codec is not None else ChatCodec(self.tokenizer)
         self.learner = Learner(self.model, self.config, loss=loss, kl=kl, ref_model=ref_model)
         self.tasks: TaskSource | None = tasks if tasks is not None else _own_tasks(env)
@@ -182,9 +184,8 @@ class ARPOTrainer:
         """``n`` groups, fewer where a prompt does not fit; further tasks are drawn, a bounded number of times, when none does."""
         for attempt in range(MAX_REDRAWS + 1):
             seed = derive_seed(self.config.seed, self.step, round_, attempt)
-            sampling = sample_groups(self.env, self.policy, self.codec, self.config.branching, self.config.rollout, self._draw(n), seed=seed)
             try:
-                return run_async(sampling)
+                return self.sampler.sample(self.codec, self.config, self._draw(n), seed=seed)
             except PromptTooLong:
                 if attempt == MAX_REDRAWS or self.tasks is None:
                     raise
@@ -305,35 +306,6 @@ def first_tasks(tasks: TaskSource, n: int) -> list[Task]:
     """The first ``n`` tasks, or all where there are fewer."""
     size = len(tasks) if isinstance(tasks, Sized) else n
     return [tasks[index] for index in range(min(n, size))]
-
-
-def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, also inside a notebook whose loop is running."""
-    if not _in_loop():
-        return asyncio.run(coroutine)
-    result: list[T] = []
-    errors: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            result.append(asyncio.run(coroutine))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return result[0]
-
-
-def _in_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def overlong_penalty(length: int, *, limit: int, buffer: int) -> float:

@@ -32,7 +32,7 @@ from arpo_algo.health import check_env, check_health, warn_of_silence
 from arpo_algo.metrics import rollout_metrics
 from arpo_algo.policies.transformers import TransformersPolicy
 from arpo_algo.rollout import EnvSource, RolloutConfig, derive_seed, sample_groups
-from arpo_algo.train import run_async
+from arpo_algo.sampler import run_async
 from arpo_algo.tree import RolloutTree, Trajectory
 from arpo_env.task import Task
 

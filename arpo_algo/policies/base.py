@@ -6,9 +6,10 @@ same ids, parameters and weights give the same tokens, whatever else is running 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any, Literal, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,8 @@ class SamplingParams:
     """The turn ends with the token that completes one of these strings in the decoded text; that token is kept whole."""
     seed: int = 0
     """Seed of this turn alone."""
+    tree: int | None = None
+    """The rollout tree that the turn belongs to. Changes no token: several engines keep the turns of one tree on one of them, whose cache holds the prefix."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -46,7 +49,9 @@ class Generation:
     stop_reason: Literal["eos", "stop", "length"]
     stop_string: str | None = None
     version: int = 0
-    """Version of the weights that sampled the turn."""
+    """Version of the weights that sampled the turn; of its first token where they changed under way."""
+    versions: list[int] = field(default_factory=list)
+    """Version that sampled each token; empty where all are ``version``."""
 
 
 class Policy(Protocol):
@@ -67,4 +72,21 @@ class Policy(Protocol):
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
         """Continue ``prompt_ids``. Raises ``ValueError`` when prompt and ``max_new_tokens`` exceed ``context_length``."""
+        ...
+
+
+@runtime_checkable
+class ServedPolicy(Policy, Protocol):
+    """A policy with weights of its own, which a learner elsewhere sends it anew after each update."""
+
+    def update_weights(self, weights: str | PathLike[str] | Iterable[tuple[str, Any]]) -> None:
+        """Take over weights, bump ``version`` and drop everything computed with the old ones; returns when they are in place.
+
+        ``weights``: a checkpoint folder, or pairs of name and tensor under the names of the checkpoint, whole and not sharded. Raises ``RuntimeError`` while
+        requests are under way, whose turns would otherwise be sampled by two versions.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what the policy holds. Can be called twice."""
         ...

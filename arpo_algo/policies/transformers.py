@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from arpo_algo.checkpoint import copy_weights, read_weights
 from arpo_algo.policies.base import Generation, SamplingParams
 from arpo_algo.policies.decoding import CachedDecoder, Decoder, DecodingStats, RecomputingDecoder, evaluating, why_not_cached
 from arpo_algo.policies.kv_cache import Ids
@@ -154,11 +155,28 @@ class TransformersPolicy:
     def weights_updated(self) -> None:
         """Says that the parameters have changed: bumps ``version`` and drops everything computed with the old ones. Raises ``RuntimeError`` while requests
         are under way, whose turns would otherwise be sampled by two versions."""
+        self._check_idle()
+        self._forget()
+        self._version += 1
+
+    def _check_idle(self) -> None:
         under_way = sum(not request.future.done() for request in (*self._active, *self._waiting))
         if under_way:
             raise RuntimeError(f"the weights changed while {under_way} requests were under way; wait for them first")
-        self._forget()
-        self._version += 1
+
+    def update_weights(self, weights: str | PathLike[str] | Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copies weights into the model: those of a checkpoint folder, or named tensors, under the names of the checkpoint. For a policy with a model of
+        its own; one that shares the learner's is told by :meth:`weights_updated`.
+
+        Raises ``RuntimeError`` while requests are under way, and where names or shapes differ: nothing is copied then.
+        """
+        self._check_idle()
+        copy_weights(self.model, read_weights(weights) if isinstance(weights, str | PathLike) else dict(weights))
+        self.weights_updated()
+
+    def close(self) -> None:
+        """Frees the cache."""
+        self._decoder.clear()
 
     # --- the loop -------------------------------------------------------------------------------------------------------------------------------
 

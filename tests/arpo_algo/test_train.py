@@ -22,8 +22,9 @@ from arpo_algo import Allocation, ARPOConfig, ARPOTrainer, NoBranching, RolloutC
 from arpo_algo.advantages import hard, leave_one_out
 from arpo_algo.health import RunStopped, check_health
 from arpo_algo.recording import read_rollouts, step_folder
+from arpo_algo.sampler import run_async
 from arpo_algo.tracking import read_jsonl
-from arpo_algo.train import overlong_penalty, run_async
+from arpo_algo.train import overlong_penalty
 from arpo_env import ToolEnv
 from arpo_env.envs.world import WorldConfig, WorldTasks, world_vocabulary
 

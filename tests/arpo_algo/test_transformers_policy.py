@@ -640,3 +640,26 @@ def test_from_pretrained(tmp_path: Path) -> None:
     got = asyncio.run(policy.generate(prompt(12), params))
     right(model, prompt(12), params, got)
     assert got.stop_reason == "eos" and got.token_ids[-1] in policy.eos_ids and not policy.eos_ids & set(got.token_ids[:-1])
+
+
+def seeded(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(llama().config)
+
+
+def test_weights_of_its_own_are_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    mine, learners = seeded(1), seeded(2)
+    policy = TransformersPolicy(mine, None, context_length=64)
+    policy.update_weights(learners.state_dict().items())
+    assert policy.version == 1
+    assert all(torch.equal(a, b) for a, b in zip(mine.state_dict().values(), learners.state_dict().values(), strict=True))
+    broken = dict(seeded(3).state_dict())
+    broken.pop(next(iter(broken)))
+    with pytest.raises(RuntimeError, match="missing"):
+        policy.update_weights(broken)
+    assert policy.version == 1
+    assert all(torch.equal(a, b) for a, b in zip(mine.state_dict().values(), learners.state_dict().values(), strict=True))
+    seeded(4).save_pretrained(tmp_path)
+    policy.update_weights(tmp_path)
+    assert policy.version == 2
+    assert all(torch.equal(a, b) for a, b in zip(mine.state_dict().values(), seeded(4).state_dict().values(), strict=True))
