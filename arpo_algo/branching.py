@@ -24,6 +24,8 @@ from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 
+from arpo_algo.entropy import EntropyBounds, Window
+
 Scale = Literal["mean_nats", "vocab", "log_vocab"]
 Timing = Literal["each_round", "at_end", "never"]
 
@@ -43,11 +45,28 @@ class BranchPoint:
     """The first k tokens after the observation; fewer where the turn was shorter."""
     before: tuple[float, ...] = ()
     """The first k tokens of the turn that led to the observation."""
+    initial_bounds: EntropyBounds | None = None
+    """Where the entropies of ``initial`` lie that the policy could only estimate; None: they are exact. Likewise:"""
+    after_bounds: EntropyBounds | None = None
+    before_bounds: EntropyBounds | None = None
     vocab_size: int
+
+    @property
+    def windows(self) -> tuple[Window, Window, Window]:
+        """``initial``, ``after`` and ``before``, each with its bounds."""
+        return (
+            Window(values=self.initial, bounds=self.initial_bounds),
+            Window(values=self.after, bounds=self.after_bounds),
+            Window(values=self.before, bounds=self.before_bounds),
+        )
 
     def delta(self, scale: Scale = "mean_nats") -> float:
         """Entropy after the observation minus initial entropy: means over the windows, divided as ``scale`` says."""
         return (mean(self.after) - mean(self.initial)) / _DIVISORS[scale](self.vocab_size)
+
+
+class UnsettledBranching(ValueError):
+    """Entropies that are only estimated leave a decision to branch open, and the settings ask for an error then."""
 
 
 @dataclass(frozen=True, slots=True)

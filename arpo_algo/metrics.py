@@ -15,7 +15,9 @@
 ``branch/delta_mean``                   mean of entropy after minus initial entropy over all branch points, nats
 ``branch/depth_mean``                   mean number of observations on the path where branches start
 ``branch/fork_failures``                forks refused or lost, as the rollout counts them in ``tree.metadata``
+``branch/unsettled``                    branch points whose number of children estimated entropies leave open; 0 where entropies are exact
 ``entropy/mean``                        over all sampled tokens, each once, nats
+``entropy/mass_covered``                mean over sampled tokens of the mass that their entropies are computed from; 1 where they are exact
 ``entropy/initial``                     mean over branch points of the initial window, nats
 ``entropy/after_observation``           mean over branch points of the window after the observation, nats
 ``groups/zero_variance``                share of groups whose scored rewards are all equal, or that have fewer than two: no signal
@@ -121,13 +123,15 @@ def _call_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
 
 
 def _token_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
+    sampled = [node for tree in trees for node in tree.nodes if node.sampled]
     unique, total = sum(tree.unique_tokens for tree in trees), sum(tree.total_tokens for tree in trees)
     return {
         "tokens/generated": float(sum(tree.sampled_tokens for tree in trees)),
         "tokens/unique": float(unique),
         "tokens/total": float(total),
         "tokens/share_ratio": total / unique if unique else math.nan,
-        "entropy/mean": mean_or_nan([value for tree in trees for node in tree.nodes if node.sampled for value in node.entropies]),
+        "entropy/mean": mean_or_nan([value for node in sampled for value in node.entropies]),
+        "entropy/mass_covered": mean_or_nan([mass for node in sampled for mass in (node.bounds.covered if node.bounds else [1.0] * len(node.token_ids))]),
     }
 
 
@@ -151,6 +155,7 @@ def _branch_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
         "branch/delta_mean": mean_or_nan([decision.delta for decision in decisions]),
         "branch/depth_mean": mean_or_nan([decision.depth for decision in branched for _ in range(decision.children)]),
         "branch/fork_failures": float(sum(tree.metadata.get("fork_failures", 0) for tree in trees)),
+        "branch/unsettled": float(sum(not decision.settled for decision in decisions)),
         **{f"branch/by_tool/{tool}": float(count) for tool, count in sorted(_branched_by_tool(trees).items())},
         "entropy/initial": mean_or_nan([decision.initial_entropy for decision in decisions]),
         "entropy/after_observation": mean_or_nan([decision.entropy for decision in decisions]),

@@ -3,7 +3,8 @@
 ``step_000012/completions.parquet``, a row a trajectory. ``step, prompt, completion, advantage`` are named as TRL names its logged completions, and there is a
     column ``reward/<part>`` for each part of the reward; ``advantage`` is null where none was given or the trajectory is not scored.
 ``step_000012/nodes.parquet``, a row a node of the rollout tree. ``parent, token_ids, mask, logprobs, entropies, advantages`` are named as in the message
-    graph of verifiers and mean the same: lists with an entry a token, ``logprobs`` and ``entropies`` empty where nothing was sampled. A token that several
+    graph of verifiers and mean the same: lists with an entry a token, ``logprobs`` and ``entropies`` empty where nothing was sampled. Estimated entropies lie
+    between ``entropy_lower`` and ``entropy_upper`` (null: they are exact); ``versions`` is empty where all tokens are of ``version``. A token that several
     trajectories share has no advantage of its own: ``advantages`` holds the mean over its scored ``owners`` (null: none given, or no owner is scored).
 ``step_000012/decisions.parquet``, a row a branch point, in the order in which they were decided, whether they branched or not.
 
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from arpo_algo.entropy import EntropyBounds
 from arpo_algo.tree import Decision, Node, RolloutTree, Trajectory
 
 Row = dict[str, Any]
@@ -102,13 +104,17 @@ def _check(trees: Sequence[RolloutTree], advantages: Sequence[np.ndarray] | None
 
 _DECISION_FIELDS = (
     ("step", "int64"), ("group", "int64"), ("node", "int64"), ("trajectory", "int64"), ("depth", "int64"), ("initial_entropy", "float64"),
-    ("entropy", "float64"), ("delta", "float64"), ("score", "float64"), ("children", "int64"), ("reason", "string"),
+    ("entropy", "float64"), ("delta", "float64"), ("score", "float64"), ("children", "int64"), ("reason", "string"), ("settled", "bool"),
 )  # fmt: skip
 _NODE_FIELDS = (
     ("step", "int64"), ("group", "int64"), ("node", "int64"), ("parent", "int64"), ("role", "string"), ("tools", "strings"), ("calls", "string"),
-    ("text", "string"), ("token_ids", "ints"), ("mask", "bools"), ("logprobs", "floats"), ("entropies", "floats"), ("advantages", "floats"),
-    ("owners", "ints"), ("n_descendants", "int64"), ("version", "int64"), ("stop_reason", "string"), ("seconds", "float64"),
+    ("text", "string"), ("token_ids", "ints"), ("mask", "bools"), ("logprobs", "floats"), ("entropies", "floats"), ("entropy_lower", "floats"),
+    ("entropy_upper", "floats"), ("mass_covered", "floats"), ("advantages", "floats"), ("owners", "ints"), ("n_descendants", "int64"), ("version", "int64"),
+    ("versions", "ints"), ("stop_reason", "string"), ("seconds", "float64"),
 )  # fmt: skip
+
+_SAME = ("parent", "role", "text", "token_ids", "logprobs", "entropies", "version", "versions", "stop_reason", "seconds")
+_BOUNDS = (("entropy_lower", "lower"), ("entropy_upper", "upper"), ("mass_covered", "covered"))
 
 
 def _completion_fields(parts: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -157,7 +163,8 @@ def _nodes(tree: RolloutTree, advantages_M: np.ndarray | None) -> Iterable[Row]:
         yield {
             "group": tree.group,
             "node": node.id,
-            **{name: getattr(node, name) for name in ("parent", "role", "text", "token_ids", "logprobs", "entropies", "version", "stop_reason", "seconds")},
+            **{name: getattr(node, name) for name in _SAME},
+            **{column: None if node.bounds is None else list(getattr(node.bounds, name)) for column, name in _BOUNDS},
             "tools": list(node.tools),
             "calls": _to_json(node.calls),
             "mask": [node.sampled] * len(node.token_ids),
@@ -168,8 +175,8 @@ def _nodes(tree: RolloutTree, advantages_M: np.ndarray | None) -> Iterable[Row]:
 
 
 def _node(row: Row) -> Node:
-    same = ("parent", "role", "token_ids", "logprobs", "entropies", "version", "text", "stop_reason", "seconds")
-    return Node(id=row["node"], tools=tuple(row["tools"]), calls=json.loads(row["calls"]), **{name: row[name] for name in same})
+    bounds = None if row["mass_covered"] is None else EntropyBounds(**{name: tuple(row[column]) for column, name in _BOUNDS})
+    return Node(id=row["node"], tools=tuple(row["tools"]), calls=json.loads(row["calls"]), bounds=bounds, **{name: row[name] for name in _SAME})
 
 
 def _decisions(tree: RolloutTree) -> Iterable[Row]:

@@ -19,14 +19,15 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import gymnasium
 
-from arpo_algo.branching import BranchingStrategy, BranchPoint
+from arpo_algo.branching import BranchingStrategy
 from arpo_algo.codec import Codec
+from arpo_algo.entropy import Window
 from arpo_algo.env_worker import Env, EnvWorker, step, timed, truncate
 from arpo_algo.fitting import fit_observation
 from arpo_algo.policies.base import Generation, Policy, SamplingParams
@@ -38,6 +39,7 @@ from arpo_env.core import ForkError, fork
 __all__ = ["EnvSource", "GroupSampler", "PromptTooLong", "RolloutConfig", "derive_seed", "sample_groups"]
 
 log = logging.getLogger(__name__)
+Unsettled = Literal["count", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +60,15 @@ class RolloutConfig:
     """Most tokens of a trajectory; None: the policy's context length."""
     reserve_tokens: int = 32
     """Room that an observation must leave for the turn after it; a longer observation loses its middle."""
-    max_live: int = 128
+    max_live: int = 512
     """Trajectories alive at once over all groups; further groups wait."""
-    env_workers: int = 16
-    """Threads for environment steps. 0: steps run inline in the event loop, which makes a run with in-process tools deterministic to the bit."""
+    env_workers: int = 32
+    """Threads for environment steps: many for tools that wait, about the number of cores for tools that compute. 0: steps run inline in the event loop, which
+    makes a run with in-process tools deterministic to the bit."""
     step_timeout: float | None = 600.0
     """Seconds after which an environment step is given up (with ``env_workers`` > 0). Tools have deadlines of their own."""
+    unsettled: Unsettled = "count"
+    """A decision that estimated entropies leave open: ``count`` goes by the estimates and counts it, ``error`` stops the run. Exact ones leave none open."""
 
     def __post_init__(self) -> None:
         if self.group_size < 1:
@@ -77,6 +82,8 @@ class RolloutConfig:
             raise ValueError(f"temperature must be at least 0 and top_p in (0, 1], got {self.temperature} and {self.top_p}")
         if self.env_workers < 0:
             raise ValueError(f"env_workers must be at least 0, got {self.env_workers}")
+        if self.unsettled not in get_args(Unsettled):
+            raise ValueError(f"unsettled must be one of {', '.join(get_args(Unsettled))}, got {self.unsettled!r}")
 
 
 class PromptTooLong(ValueError):
@@ -103,8 +110,8 @@ class _Live:
     """Observations on its path."""
     reported: int = 0
     """Depth up to which its windows are reported; rounds beyond wait for it."""
-    initial_window: tuple[float, ...] | None = None
-    last_window: tuple[float, ...] = ()
+    initial_window: Window | None = None
+    last_window: Window = field(default_factory=Window)
     snapshot: Snapshot | None = None
     info: Mapping[str, Any]
     reward: float = 0.0
@@ -120,7 +127,7 @@ class GroupSampler:
         self.env, self.policy, self.codec, self.strategy, self.config, self.worker, self.seed = env, policy, codec, strategy, config, worker, seed
         self.limit = min(policy.context_length, config.max_context or policy.context_length)
         self.tree = RolloutTree(group=group, version=policy.version)
-        self.rounds = Rounds(strategy, derive_seed(seed, 2))
+        self.rounds = Rounds(strategy, derive_seed(seed, 2), config.unsettled)
         self.live: list[_Live] = []
         self.roots: list[Env] = []
         self.open: dict[int, Env] = {}
@@ -148,7 +155,11 @@ class GroupSampler:
         finally:
             self.over = True
             await self._close(list(self.open.values()))
-        self.tree.metadata = {"fork_failures": self.rounds.refused + self.lost, "isolation": str(self.opening.get("isolation", ""))}
+        self.tree.metadata = {
+            "fork_failures": self.rounds.refused + self.lost,
+            "isolation": str(self.opening.get("isolation", "")),
+            "unsettled": sum(not decision.settled for decision in self.tree.decisions),
+        }
         return self.tree
 
     def _open_tree(self, info: Mapping[str, Any]) -> None:
@@ -282,7 +293,9 @@ class GroupSampler:
             sampled,
             logprobs=generation.logprobs,
             entropies=generation.entropies,
+            bounds=generation.bounds,
             version=generation.version,
+            versions=generation.versions,
             text=self.codec.decode(sampled[:-1] if generation.stop_reason == "eos" else sampled),
             stop_reason=generation.stop_reason,
             seconds=time.monotonic() - start,
@@ -292,23 +305,13 @@ class GroupSampler:
         return generation, node
 
     def _report_window(self, live: _Live, generation: Generation) -> None:
-        window = tuple(generation.entropies[: self.config.window])
+        window = generation.window(self.config.window)
         snapshot, live.snapshot = live.snapshot, None
         if live.initial_window is None:
             live.initial_window = window
         if snapshot is not None:
             live.reported = live.depth
-            point = BranchPoint(
-                node=snapshot.node,
-                trajectory=live.trajectory.index,
-                depth=snapshot.depth,
-                tools=self.tree.nodes[snapshot.node].tools,
-                initial=snapshot.initial_window,
-                after=window,
-                before=snapshot.before,
-                vocab_size=self.policy.vocab_size,
-            )
-            self.rounds.add(snapshot, point)
+            self.rounds.add(snapshot, snapshot.point(live.trajectory.index, window, self.policy.vocab_size))
             self._advance()
         live.last_window = window
 
@@ -325,6 +328,7 @@ class GroupSampler:
         live.snapshot = Snapshot(
             node=node.id,
             depth=live.depth,
+            tools=tools,
             before=live.last_window,
             initial_window=live.initial_window,
             seed_path=live.seed_path,

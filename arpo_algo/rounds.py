@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from arpo_algo.branching import Allocation, BranchingStrategy, BranchPoint, mean
+from arpo_algo.branching import Allocation, BranchingStrategy, BranchPoint, UnsettledBranching, mean
+from arpo_algo.entropy import Window
 from arpo_algo.env_worker import Env
+from arpo_algo.settling import settled
 from arpo_algo.tree import Decision
 
 
@@ -28,18 +30,39 @@ class Snapshot:
     """The environment could not be forked."""
     node: int
     depth: int
-    before: tuple[float, ...]
-    initial_window: tuple[float, ...]
+    tools: tuple[str, ...] = ()
+    before: Window
+    initial_window: Window
     seed_path: tuple[int, ...]
     info: Mapping[str, Any]
     reward: float
 
+    def point(self, trajectory: int, after: Window, vocab_size: int) -> BranchPoint:
+        """What the strategy sees of it, once the first tokens ``after`` the observation are there."""
+        return BranchPoint(
+            node=self.node,
+            trajectory=trajectory,
+            depth=self.depth,
+            tools=self.tools,
+            initial=self.initial_window.values,
+            after=after.values,
+            before=self.before.values,
+            initial_bounds=self.initial_window.bounds,
+            after_bounds=after.bounds,
+            before_bounds=self.before.bounds,
+            vocab_size=vocab_size,
+        )
+
 
 class Rounds:
-    """The branch points of one group that wait for a decision. ``seed``: of the generators that the strategy draws from, a new one for each decision."""
+    """The branch points of one group that wait for a decision.
 
-    def __init__(self, strategy: BranchingStrategy, seed: int):
-        self.strategy = strategy
+    ``seed``: of the generators that the strategy draws from, a new one for each decision. ``unsettled``: what becomes of a decision that estimated entropies
+    leave open: ``count`` takes what the estimates say and notes it, ``error`` raises :class:`UnsettledBranching`.
+    """
+
+    def __init__(self, strategy: BranchingStrategy, seed: int, unsettled: Literal["count", "error"] = "count"):
+        self.strategy, self.unsettled = strategy, unsettled
         self.refused = 0
         """Points that the strategy could not be asked about, because their environment could not be forked."""
         self._seeds = np.random.SeedSequence(seed)
@@ -60,7 +83,7 @@ class Rounds:
         return [pair for _, points in rounds for pair in _in_order(points)]
 
     def decide(self, due: Sequence[tuple[Snapshot, BranchPoint]], budget: int) -> list[tuple[Snapshot, Decision]]:
-        """What the strategy makes of points that are due. Raises ``ValueError`` when it gives more than the budget.
+        """What the strategy makes of points that are due. Raises ``ValueError`` when it gives more than the budget, ``UnsettledBranching`` where that is asked.
 
         A point whose environment could not be forked is left out. With the budget spent nobody can branch and whether a fork was still tried depends on
         the clock, so that then every point counts.
@@ -71,9 +94,16 @@ class Rounds:
             self.refused += len(due) - len(forked)
             due = forked
         points = [point for _, point in due]
-        allocations = self.strategy.allocate(points, budget, np.random.default_rng(seed)) if points else []
+
+        def allocate(points: Sequence[BranchPoint]) -> list[Allocation]:
+            return self.strategy.allocate(points, budget, np.random.default_rng(seed)) if points else []
+
+        allocations = allocate(points)
         _check(self.strategy, allocations, len(points), budget)
-        return [(snapshot, _decision(point, allocation)) for (snapshot, point), allocation in zip(due, allocations, strict=True)]
+        sure = settled(points, allocations, allocate)
+        if self.unsettled == "error" and not all(sure):
+            raise UnsettledBranching(_unsettled(self.strategy, points, sure))
+        return [(snapshot, decision) for (snapshot, _), decision in zip(due, map(_decision, points, allocations, sure), strict=True)]
 
 
 def _in_order(points: Sequence[tuple[Snapshot, BranchPoint]]) -> list[tuple[Snapshot, BranchPoint]]:
@@ -86,7 +116,17 @@ def _check(strategy: BranchingStrategy, allocations: Sequence[Allocation], point
         raise ValueError(f"{strategy} must give one allocation for each of {points} points, at most {budget} children in all; got {children}")
 
 
-def _decision(point: BranchPoint, allocation: Allocation) -> Decision:
+def _unsettled(strategy: BranchingStrategy, points: Sequence[BranchPoint], sure: Sequence[bool]) -> str:
+    point = points[sure.index(False)]
+    initial, after, _ = (f"[{mean(window.least):.3f}, {mean(window.greatest):.3f}]" for window in point.windows)
+    return (
+        f"{sure.count(False)} of {len(points)} decisions of {strategy} depend on entropies that are known only within bounds, the first at node {point.node}:"
+        f" the mean entropy after the observation lies in {after} nats, the initial one in {initial}. Ask the server for more log-probabilities a token, use a"
+        ' policy with exact entropies, or set unsettled="count" to go by the estimates'
+    )
+
+
+def _decision(point: BranchPoint, allocation: Allocation, settled: bool) -> Decision:
     return Decision(
         node=point.node,
         trajectory=point.trajectory,
@@ -96,4 +136,5 @@ def _decision(point: BranchPoint, allocation: Allocation) -> Decision:
         score=allocation.score,
         children=allocation.children,
         reason=allocation.reason,
+        settled=settled,
     )

@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from arpo_algo.entropy import EntropyBounds
+
 Role = Literal["prompt", "policy", "observation"]
 Origin = Literal["initial", "branched", "fresh"]
 
@@ -34,8 +36,13 @@ class Node:
     logprobs: list[float] = field(default_factory=list)
     """Log-probability under the old policy of each sampled id (of the distribution it was sampled from)."""
     entropies: list[float] = field(default_factory=list)
-    """Full-vocabulary entropy in nats before each sampled id, at temperature 1."""
+    """Full-vocabulary entropy in nats before each sampled id, at temperature 1; estimates where there are ``bounds``."""
+    bounds: EntropyBounds | None = None
+    """Where the entropies lie that the policy could only estimate; None: they are exact."""
     version: int = 0
+    """Version of the weights that sampled it; of its first id where they changed under way."""
+    versions: list[int] = field(default_factory=list)
+    """Version that sampled each id; empty where all are ``version``."""
     text: str = ""
     tools: tuple[str, ...] = ()
     """Names of the tools whose results an observation holds; empty when it answers with something else."""
@@ -69,6 +76,8 @@ class Decision:
     score: float
     children: int = 0
     reason: str = ""
+    settled: bool = True
+    """False: the entropies are estimates, and within their bounds the number of children could be another."""
 
     @property
     def delta(self) -> float:
@@ -150,6 +159,9 @@ class RolloutTree:
         node = Node(id=len(self.nodes), parent=parent, role=role, token_ids=list(token_ids), **values)
         if node.sampled and not len(node.token_ids) == len(node.logprobs) == len(node.entropies):
             raise ValueError(f"a policy node needs one logprob and one entropy a token, got {len(node.token_ids)}, {len(node.logprobs)}, {len(node.entropies)}")
+        for name, size in (("bounds", None if node.bounds is None else len(node.bounds)), ("versions", len(node.versions) or None)):
+            if size not in (None, len(node.token_ids)):
+                raise ValueError(f"{name} need one entry for each of {len(node.token_ids)} tokens, or none, got {size}")
         self.nodes.append(node)
         return node
 

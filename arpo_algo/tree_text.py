@@ -11,9 +11,9 @@ from arpo_algo.tree import Decision, Node, RolloutTree, Trajectory
 def print_tree(tree: RolloutTree, *, width: int = 160) -> str:
     """The tree as lines of at most ``width`` terminal columns, without a newline at the end.
 
-    A policy line shows its number of tokens and their mean entropy H in nats; an observation line the decision taken after it (entropy before and after,
-    their difference dH, score, reason, branches started); the last line of a trajectory its reward and why it stopped. Nodes with one child go on in the same
-    lane. Text is cut to what is left of the line; characters that a terminal would obey are escaped.
+    A policy line shows its number of tokens and their mean entropy H in nats (``~``: an estimate); an observation line the decision taken after it (entropy
+    before and after, their difference dH, score, reason, branches started); the last line of a trajectory its reward and why it stopped. Nodes with one child
+    go on in the same lane. Text is cut to what is left of the line; characters that a terminal would obey are escaped.
     """
     children = [ids for _, ids in tree.children()]
     decisions: dict[int, list[Decision]] = {}
@@ -51,7 +51,7 @@ def _line(node: Node, before: str, decisions: list[Decision], leaves: list[Traje
     name = ",".join(node.tools) if node.tools else node.role
     facts = [f"{len(node.token_ids)} tok"]
     if node.entropies:
-        facts.append(f"H {sum(node.entropies) / len(node.entropies):.2f}")
+        facts.append(f"H {'' if node.bounds is None else '~'}{sum(node.entropies) / len(node.entropies):.2f}")
     facts += [_decision(decision) for decision in decisions] + [_leaf(trajectory) for trajectory in leaves]
     head = f"{before}{node.id} {_escape(name)}  {'  '.join(facts)}"
     room = width - _columns(head) - 4  # two spaces, two quotation marks
@@ -60,6 +60,7 @@ def _line(node: Node, before: str, decisions: list[Decision], leaves: list[Traje
 
 def _decision(decision: Decision) -> str:
     verdict = f"branch {decision.children}" if decision.children else "no branch"
+    verdict += "" if decision.settled else ", not settled"
     reason = f" ({_escape(decision.reason)})" if decision.reason else ""
     return f"◆ dH {decision.delta:+.3f} = {decision.entropy:.3f} - {decision.initial_entropy:.3f} nats, score {decision.score:.3f}, {verdict}{reason}"
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from arpo_algo.entropy import EntropyBounds, Window
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -45,13 +47,19 @@ class Generation:
     logprobs: list[float]
     """Natural log of the probability of each id under the distribution it was sampled from. Greedy: of the untempered distribution."""
     entropies: list[float]
-    """Entropy of the next-token distribution before each id: nats, full vocabulary, temperature 1."""
+    """Entropy of the next-token distribution before each id: nats, full vocabulary, temperature 1. Estimates where there are ``bounds``."""
+    bounds: EntropyBounds | None = None
+    """Where the entropies lie, for each id, when the policy could only estimate them; None: they are exact."""
     stop_reason: Literal["eos", "stop", "length"]
     stop_string: str | None = None
     version: int = 0
     """Version of the weights that sampled the turn; of its first token where they changed under way."""
     versions: list[int] = field(default_factory=list)
     """Version that sampled each token; empty where all are ``version``."""
+
+    def window(self, size: int) -> Window:
+        """The entropies of the first ``size`` tokens."""
+        return Window(values=tuple(self.entropies[:size]), bounds=None if self.bounds is None else self.bounds.head(size))
 
 
 class Policy(Protocol):
@@ -89,4 +97,32 @@ class ServedPolicy(Policy, Protocol):
 
     def close(self) -> None:
         """Free what the policy holds. Can be called twice."""
+        ...
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """What a policy on the learner's own GPU has beside the rest: it gives its memory back while the learner works."""
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it was set up to."""
+        ...
+
+    def sleep(self) -> None:
+        """Give up weights and cache; ``update_weights`` wakes it. No request may be under way."""
+        ...
+
+
+@runtime_checkable
+class AdapterServer(Protocol):
+    """What a policy has beside the rest that can serve LoRA adapters on top of weights that stay."""
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether it was set up to; ``update_weights`` is then refused."""
+        ...
+
+    def update_adapter(self, model: Any) -> None:
+        """Serve the adapter of a peft model from the next turn on, and bump ``version``."""
         ...

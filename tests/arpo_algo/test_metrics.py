@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from arpo_algo.entropy import EntropyBounds
 from arpo_algo.metrics import correctness, effective_size, rollout_metrics
 from arpo_algo.tree import Decision, RolloutTree, Trajectory
 
@@ -86,6 +87,8 @@ def test_every_number_of_the_small_tree() -> None:
         "branch/depth_mean": 1.0,
         "branch/by_tool/search": 1.0,
         "branch/fork_failures": 2.0,
+        "branch/unsettled": 0.0,
+        "entropy/mass_covered": 1.0,
         "entropy/initial": 0.3,
         "entropy/after_observation": 0.35,
         "groups/zero_variance": 0.0,
@@ -94,6 +97,15 @@ def test_every_number_of_the_small_tree() -> None:
     metrics = rollout_metrics([branched_tree()])
     assert metrics == pytest.approx(expected)
     assert all(type(value) is float for value in metrics.values())
+
+
+def test_estimated_entropies_and_open_decisions_are_told() -> None:
+    tree = branched_tree()
+    tree.nodes[3].bounds = EntropyBounds(lower=(0.5,) * 5, upper=(0.7,) * 5, covered=(0.7, 0.8, 0.9, 1.0, 0.6))
+    tree.decisions[1].settled = False
+    metrics = rollout_metrics([tree, branched_tree(1)])
+    assert metrics["branch/unsettled"] == 1.0
+    assert metrics["entropy/mass_covered"] == pytest.approx((4.0 + 10 + 15) / 30)  # node 3: five tokens with 4.0 together
 
 
 def test_unscored_trajectories_are_counted_and_left_out_never_zero() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import arpo_algo.recording as recording
+from arpo_algo.entropy import EntropyBounds
 from arpo_algo.recording import read_rollouts, step_folder, write_rollouts
 from arpo_algo.tree import Decision, RolloutTree, Trajectory
 
@@ -27,8 +28,8 @@ def branched_tree(group: int = 0) -> RolloutTree:
     tree.add(None, "prompt", [0, 1], text="ab")
     tree.add(0, "policy", [2, 3, 4], logprobs=[-0.1, -1 / 3, -2.5e-8], entropies=[0.1, 0.2, 0.3], text="cde", version=4, calls=[call], stop_reason="stop")
     tree.add(1, "observation", [5], text="Zürich\n東京", tools=("search", "python"), seconds=0.25)
-    tree.add(2, "policy", [6, 7], logprobs=[-1.0, -2.0], entropies=[1.5, 0.5], version=5, stop_reason="eos")
-    tree.add(2, "policy", [8], logprobs=[-3.0], entropies=[0.7])
+    tree.add(2, "policy", [6, 7], logprobs=[-1.0, -2.0], entropies=[1.5, 0.5], version=5, versions=[5, 6], stop_reason="eos")
+    tree.add(2, "policy", [8], logprobs=[-3.0], entropies=[0.7], bounds=EntropyBounds(lower=(0.5,), upper=(0.8,), covered=(0.9,)))
     tree.add(0, "policy", [], logprobs=[], entropies=[])  # a turn without a token
     parts = {"accuracy": 1.0, "tool_bonus": 0.1}
     tree.trajectories = [
@@ -36,7 +37,7 @@ def branched_tree(group: int = 0) -> RolloutTree:
         Trajectory(tree=tree, index=1, origin="fresh", leaf=5, scored=False, stop_reason="env_error"),
         Trajectory(tree=tree, index=2, origin="branched", branched_from=2, parent=0, leaf=4, reward=-1.0, reward_parts={"accuracy": 0.0}),
     ]
-    tree.decisions = [Decision(node=2, trajectory=0, depth=1, initial_entropy=0.2, entropy=1.0, score=0.9, children=1, reason="P=0.900 > 0.3")]
+    tree.decisions = [Decision(node=2, trajectory=0, depth=1, initial_entropy=0.2, entropy=1.0, score=0.9, children=1, reason="P=0.900 > 0.3", settled=False)]
     return tree
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arpo_algo.entropy import EntropyBounds
 from arpo_algo.tree import Decision, RolloutTree, Trajectory
 
 
@@ -75,6 +76,10 @@ def test_a_policy_node_needs_a_logprob_and_an_entropy_for_each_token() -> None:
         tree.add(None, "prompt", [1])
     with pytest.raises(ValueError, match="only the first node has no parent"):
         RolloutTree().add(0, "prompt", [1])
+    with pytest.raises(ValueError, match="bounds need one entry for each of 1 tokens, or none, got 0"):
+        tree.add(2, "policy", [1], logprobs=[0.0], entropies=[0.0], bounds=EntropyBounds(lower=(), upper=(), covered=()))
+    with pytest.raises(ValueError, match="versions need one entry for each of 1 tokens, or none, got 2"):
+        tree.add(2, "policy", [1], logprobs=[0.0], entropies=[0.0], versions=[1, 2])
     assert len(tree.nodes) == 8
 
 

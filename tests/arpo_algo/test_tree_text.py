@@ -6,6 +6,7 @@ import unicodedata
 
 import pytest
 
+from arpo_algo.entropy import EntropyBounds
 from arpo_algo.tree import Decision, RolloutTree, Trajectory
 from arpo_algo.tree_text import print_tree
 
@@ -54,6 +55,15 @@ def columns(line: str) -> int:
 
 def test_the_tree_reads_as_drawn_by_hand() -> None:
     assert print_tree(small_tree(), width=112) == GOLDEN
+
+
+def test_estimates_and_decisions_that_they_leave_open_are_marked() -> None:
+    tree = small_tree()
+    tree.nodes[1].bounds = EntropyBounds(lower=(0.1,) * 3, upper=(0.4,) * 3, covered=(0.9,) * 3)
+    tree.decisions[0].settled = tree.decisions[1].settled = False
+    lines = print_tree(tree, width=400).splitlines()
+    assert "1 policy  3 tok  H ~0.20" in lines[2] and "H 0.60" in lines[4]
+    assert "branch 1, not settled (P=0.500 > 0.3)" in lines[3] and "no branch, not settled (P=" in lines[7]
 
 
 @pytest.mark.parametrize("width", [20, 60, 112, 160])
