@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
-from collections.abc import Callable, Sequence
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from arpo_algo.policies.base import Generation, SamplingParams
+from arpo_algo.policies.vllm_turns import EngineStopped
 
 VOCAB, BLOCK, CONTEXT = 61, 32, 2048
 TOLERANCE = 1e-5
 """Of log-probabilities and entropies, in nats, in float32."""
+ENDLESS = CONTEXT - 3
+"""Tokens of a turn that is still under way when it is ended, of a policy without end tokens."""
+LONG = 600
+"""Tokens of one during which something else happens."""
 PIECES = [chr(97 + i % 26) * (1 + i // 26) for i in range(VOCAB)]
 
 
@@ -52,6 +60,16 @@ def llama(path: Path, *, tied: bool = False, seed: int = 0) -> Any:
     return model
 
 
+def noisy(model: Any, *, seed: int) -> Any:
+    """A copy of the model whose weights are a step away."""
+    generator = torch.Generator().manual_seed(seed)
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
 def prompt(n: int, seed: int = 0) -> list[int]:
     return [int(i) for i in np.random.default_rng(seed).integers(0, VOCAB, n)]
 
@@ -73,18 +91,31 @@ def close(got: Generation, want: Generation) -> None:
     np.testing.assert_allclose(got.entropies, want.entropies, atol=TOLERANCE)
 
 
-def right(model: Any, ids: list[int], params: SamplingParams, got: Generation) -> None:
+def right(model: Any, ids: list[int], params: SamplingParams, got: Generation, *, tolerance: float = TOLERANCE) -> None:
     """A plain forward gives the log-probabilities of the distribution that was sampled from and the entropies at temperature 1."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids + got.token_ids])).logits[0, len(ids) - 1 : -1].double()
-    p = logits.softmax(-1)
-    np.testing.assert_allclose(got.entropies, torch.special.entr(p).sum(-1), atol=TOLERANCE)
-    tempered = (logits / (params.temperature or 1.0)).softmax(-1)
-    for row, token, logprob in zip(tempered, got.token_ids, got.logprobs, strict=True):
-        ranked, order = row.sort(descending=True)
-        kept = order[ranked.cumsum(0) - ranked < (params.top_p if params.temperature else 1.0)]
-        assert token in kept
-        assert logprob == pytest.approx(math.log(row[token] / row[kept].sum()), abs=TOLERANCE)
+    right_by_version({got.version: model}, ids, params, got, tolerance=tolerance)
+
+
+def right_by_version(models: Mapping[int, Any], ids: list[int], params: SamplingParams, got: Generation, *, tolerance: float = 10 * TOLERANCE) -> None:
+    """As ``right``, where the weights changed under way: each token is the one that the model of its version gives after all tokens before it.
+
+    ``tolerance``: nats. Among thousands of tokens are some with a log-probability of -20, a difference of large numbers.
+    """
+    versions = got.versions or [got.version] * len(got.token_ids)
+    for version in sorted(set(versions)):
+        with torch.no_grad():
+            logits = models[version](input_ids=torch.tensor([ids + got.token_ids])).logits[0, len(ids) - 1 : -1].double()
+        mine = [i for i, sampled_by in enumerate(versions) if sampled_by == version]
+        entropies = torch.special.entr(logits.softmax(-1)).sum(-1)
+        np.testing.assert_allclose([got.entropies[i] for i in mine], entropies[mine], atol=tolerance)
+        tempered = (logits / (params.temperature or 1.0)).softmax(-1)
+        expected = []
+        for i in mine:
+            ranked, order = tempered[i].sort(descending=True)
+            kept = order[ranked.cumsum(0) - ranked < (params.top_p if params.temperature else 1.0)]
+            assert got.token_ids[i] in kept
+            expected.append(math.log(tempered[i][got.token_ids[i]] / tempered[i][kept].sum()))
+        np.testing.assert_allclose([got.logprobs[i] for i in mine], expected, atol=tolerance)
 
 
 def counted(policy: Any, call: Callable[[], Any]) -> tuple[int, int]:
@@ -92,3 +123,57 @@ def counted(policy: Any, call: Callable[[], Any]) -> tuple[int, int]:
     before = policy.stats.prefilled_tokens, policy.stats.reused_tokens
     call()
     return policy.stats.prefilled_tokens - before[0], policy.stats.reused_tokens - before[1]
+
+
+def processes_below(pid: int) -> set[int]:
+    """The process, its children, theirs and so on."""
+    found = {pid}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except OSError:
+            continue  # it has ended meanwhile
+        if int(text.rsplit(")", 1)[1].split()[1]) == pid:
+            found |= processes_below(int(stat.parent.name))
+    return found
+
+
+def shared_memory(pids: set[int]) -> set[Path]:
+    """Files in shared memory that the processes have mapped."""
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/psm_" in line]
+    return {Path(line[line.index("/dev/shm/") :].removesuffix(" (deleted)")) for line in lines}
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def hear_of_a_death(policy: Any) -> None:
+    """Kills one of the policy's processes: all turns fail, also later ones, and closing it leaves no process and no shared memory."""
+    tops = [process.pid for process in policy._engine._llm.engine_core.resources.engine_manager.processes]
+    pids = {pid for pid in processes_below(os.getpid()) - {os.getpid()} if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    assert pids >= set(tops)
+    memory = shared_memory(pids)
+
+    async def main() -> list[Any]:
+        requests = [policy.generate(prompt(5, i), SamplingParams(max_new_tokens=ENDLESS - 2, tree=200 + i)) for i in range(8)]
+        turns = [asyncio.create_task(request) for request in requests]
+        while policy.stats.decoded_tokens < before + 20:
+            await asyncio.sleep(0.01)
+        os.kill(tops[-1], signal.SIGKILL)
+        return await asyncio.gather(*turns, return_exceptions=True)
+
+    before = policy.stats.decoded_tokens
+    outcomes = asyncio.run(main())
+    assert [(type(error), str(error)) for error in outcomes] == [(EngineStopped, "a process of the vLLM engine died")] * 8
+    with pytest.raises(EngineStopped, match="died"):
+        alone(policy, [1], max_new_tokens=1)
+    with pytest.raises(EngineStopped, match="died"):
+        policy.update_weights([])
+    policy.close()
+    policy.close()
+    assert not [pid for pid in pids if alive(pid)]
+    assert not [path for path in memory if path.exists()]

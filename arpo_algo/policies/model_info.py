@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -28,3 +29,15 @@ def model_eos_ids(model: Any, tokenizer: Any) -> list[int]:
     configured = generation.eos_token_id if generation is not None else getattr(model.config, "eos_token_id", None)
     ids = list(configured) if isinstance(configured, (list, tuple)) else [configured]
     return [int(i) for i in (*ids, getattr(tokenizer, "eos_token_id", None)) if i is not None]
+
+
+def checkpoint_info(path: str, *, trust_remote_code: bool = False) -> Any:
+    """The configurations of a checkpoint, under the names that a transformers model has for them."""
+    from transformers import AutoConfig, GenerationConfig
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:  # none is saved: transformers' models then take it from the configuration
+        generation = GenerationConfig.from_model_config(config)
+    return SimpleNamespace(config=config, generation_config=generation)

@@ -1,4 +1,4 @@
-"""A policy whose tokens come from a vLLM engine in this process, on the CPU or on GPUs.
+"""A policy whose tokens come from a vLLM engine, in this process or in others, on the CPU or on GPUs.
 
 Requests join the running batch as they come and leave it when they end; nobody waits for a batch. Turns end by the same code as those of
 :class:`~arpo_algo.policies.transformers.TransformersPolicy`, on the ids alone; vLLM neither encodes nor decodes. Keys and values of every block of tokens
@@ -13,57 +13,49 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
-import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from os import PathLike, fspath
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 
 from arpo_algo.policies.base import Generation, SamplingParams
 from arpo_algo.policies.decoding import DecodingStats
-from arpo_algo.policies.model_info import model_context_length, model_eos_ids
-from arpo_algo.policies.sampling import seed_key
-from arpo_algo.policies.stops import Endings, StopDetector
-from arpo_algo.policies.vllm_engine import EngineThread, check_arguments, replace_weights
-from arpo_algo.policies.vllm_worker import COLUMNS
+from arpo_algo.policies.model_info import checkpoint_info, model_context_length, model_eos_ids
+from arpo_algo.policies.stops import Endings
+from arpo_algo.policies.vllm_adapters import Adapters
+from arpo_algo.policies.vllm_async import AsyncEngine
+from arpo_algo.policies.vllm_engine import EngineThread
+from arpo_algo.policies.vllm_lora import lora_arguments
+from arpo_algo.policies.vllm_start import check_arguments
+from arpo_algo.policies.vllm_transfer import Transport
+from arpo_algo.policies.vllm_turns import Engine, Turn, Turns, folder_or_tensors
 
 _MIN_TEMPERATURE = 0.01
 """vLLM raises a lower temperature to this one, and greedy decoding is asked for with 0."""
-
-
-@dataclass(slots=True)
-class _Request:
-    """One turn under way."""
-
-    prompt: list[int]
-    params: SamplingParams
-    detector: StopDetector | None
-    future: Future[Generation] = field(default_factory=Future)
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-    joined: bool = False
-    """Whether its prompt has been counted."""
 
 
 class VLLMPolicy:
     """A :class:`~arpo_algo.policies.base.Policy` over a vLLM engine that it starts from a checkpoint.
 
     A turn ends with an end-of-sequence id, else with the token that completes a stop string, else after ``max_new_tokens``; where several hold for one
-    token, in this order. ``stats`` counts what was computed and what the prefix cache held.
+    token, in this order. ``stats`` counts what was computed and what the prefix cache held; steps and their seconds only of an engine in this process.
 
     ``path``: a folder or a name on the Hugging Face hub. ``context_length``: tokens of prompt and turn together, from the configuration where not given.
     ``max_batch``: sequences decoded at once; further requests wait their turn. ``eos_ids``: ids that end a turn; None takes those of the generation
     configuration and of the tokenizer. ``dtype``: of weights and cache; None is float32 on the CPU, elsewhere the checkpoint's. ``cache_bytes``: memory for
     keys and values, which must hold one sequence of ``context_length``; None leaves it to vLLM (a share of a GPU's memory). Further arguments go to
-    vLLM's ``EngineArgs`` (``tensor_parallel_size``, ``block_size``, ``gpu_memory_utilization``).
+    vLLM's ``EngineArgs`` (``tensor_parallel_size``, ``data_parallel_size``, ``block_size``, ``gpu_memory_utilization``).
 
-    The engine opens a process group of its own in this process where none is open. Call :meth:`close`, or use the policy in a ``with`` statement.
+    ``separate_process``: the engine runs in processes of its own, several where it is parallel, and leaves this one as it is: other engines and a learner
+    with process groups can live here. They are started by spawning, so a script has its entry under ``if __name__ == "__main__":``. With
+    ``data_parallel_size`` the turns of one tree (``SamplingParams.tree``) go to one engine, whose cache holds their prefix. ``transport``: the way of tensors
+    into those processes; None chooses (:func:`~arpo_algo.policies.vllm_transfer.default_transport`). Without ``separate_process`` the engine opens a process
+    group in this process where none is open, and is the only one here.
+
+    ``sleeps``: :meth:`sleep` can be called. ``lora_rank``: the engine serves LoRA adapters of up to this rank, see :meth:`update_adapter`.
+
+    Call :meth:`close`, or use the policy in a ``with`` statement.
     """
 
     def __init__(
@@ -76,24 +68,31 @@ class VLLMPolicy:
         eos_ids: Iterable[int] | None = None,
         dtype: str | None = None,
         cache_bytes: int | None = 1 << 30,
+        separate_process: bool = False,
+        sleeps: bool = False,
+        transport: Transport | None = None,
+        lora_rank: int | None = None,
         **engine_args: Any,
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         check_arguments(engine_args)
-        checkpoint = _checkpoint(fspath(path), trust_remote_code=bool(engine_args.get("trust_remote_code", False)))
+        checkpoint = checkpoint_info(fspath(path), trust_remote_code=bool(engine_args.get("trust_remote_code", False)))
         self.tokenizer = _tokenizer(fspath(path)) if tokenizer is None else tokenizer
         self.stats = DecodingStats()
         self._context_length = model_context_length(checkpoint) if context_length is None else context_length
         self._eos_ids = frozenset(model_eos_ids(checkpoint, self.tokenizer) if eos_ids is None else eos_ids)
-        self._stop_ids = sorted(self._eos_ids)
         self._version = 0
         self._names = itertools.count()
-        self._requests: dict[str, _Request] = {}  # touched by the engine's thread alone
         self._endings = Endings(self.tokenizer, self._eos_ids)
-        given = {"dtype": dtype, "kv_cache_memory_bytes": cache_bytes}
-        arguments = {"model": fspath(path), "max_model_len": self._context_length, "max_num_seqs": max_batch, **engine_args}
-        self._engine = EngineThread(arguments | {name: value for name, value in given.items() if value is not None}, self)
+        self.sleeps = sleeps
+        self._asleep: list[Literal["weights", "kv_cache"]] = []
+        given = {"dtype": dtype, "kv_cache_memory_bytes": cache_bytes, **({} if lora_rank is None else lora_arguments(lora_rank))}
+        arguments = {"model": fspath(path), "max_model_len": self._context_length, "max_num_seqs": max_batch, "enable_sleep_mode": sleeps, **engine_args}
+        arguments |= {name: value for name, value in given.items() if value is not None}
+        turns = Turns(self._endings, self._eos_ids, self.stats)
+        self._engine: Engine = AsyncEngine(arguments, turns, transport) if separate_process else EngineThread(arguments, turns)
+        self._adapters = None if lora_rank is None else Adapters(self._engine, turns)
 
     @property
     def version(self) -> int:
@@ -118,129 +117,79 @@ class VLLMPolicy:
         Raises ``ValueError`` for an empty prompt, an id outside the vocabulary, an empty stop string, a temperature between 0 and 0.01, and where prompt and
         ``max_new_tokens`` exceed the context; ``EngineStopped`` when the engine fails or is closed.
         """
-        request = _Request(self._checked(prompt_ids, params), params, self._endings.detector(params.stop))
+        turn = Turn(self._checked(prompt_ids, params), params, self._endings.detector(params.stop))
         name = str(next(self._names))
-        joined = self._engine.call(lambda engine: self._join(engine, name, request))
-        joined.add_done_callback(lambda done: _pass_on(done, request.future))
+        self._engine.join(name, turn)
         try:
-            return await asyncio.wrap_future(request.future)
+            return await asyncio.wrap_future(turn.future)
         except asyncio.CancelledError:
-            self._engine.call(lambda engine: self._cancel(engine, name))
+            self._engine.leave(name)
             raise
 
-    def update_weights(self, weights: str | PathLike[str] | Iterable[tuple[str, torch.Tensor]]) -> None:
+    def update_weights(self, weights: str | PathLike[str] | Iterable[tuple[str, torch.Tensor]], *, keep_requests: bool = False) -> None:
         """Takes over the learner's weights, bumps ``version`` and drops everything computed with the old ones.
 
-        ``weights``: a checkpoint folder, or the named tensors of a transformers model in this process (``model.state_dict().items()``), whole and not
-        sharded. Raises ``RuntimeError`` while requests are under way, whose turns would otherwise be sampled by two versions, and ``EngineStopped`` where
-        loading fails.
+        ``weights``: a checkpoint folder, or the named tensors of a transformers model (``model.state_dict().items()``), whole and not sharded. A policy that
+        sleeps wakes up for them, the memory of the weights first and that of the cache when they are in place.
+        ``keep_requests``: turns under way go on with the new weights, for which their keys and values are computed anew; ``Generation.versions`` says which
+        tokens are whose. Without it, raises ``RuntimeError`` while requests are under way. Raises ``EngineStopped`` where loading fails.
         """
-        if isinstance(weights, str | PathLike):
-            path, tensors = fspath(weights), None
-            if not os.path.isdir(path):
-                raise ValueError(f"expected the folder of a checkpoint, got {path!r}")
-        else:
-            path, tensors = None, weights
-        self._engine.call(lambda engine: self._replace(engine, path, tensors)).result()
+        if self._adapters is not None:
+            raise RuntimeError("a policy with lora_rank serves adapters beside weights that stay: call update_adapter")
+        source = folder_or_tensors(weights)
+        self._wake("weights")
+        self._engine.update(source, self._version + 1, keep_requests=keep_requests)
+        self._version += 1
+        self._wake("kv_cache")
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether new weights come as LoRA adapters, by :meth:`update_adapter`."""
+        return self._adapters is not None
+
+    def update_adapter(self, model: Any) -> None:
+        """Serves the LoRA adapter of a peft model from the next turn on, beside the weights of ``path``, and bumps ``version``.
+
+        Turns under way end with the adapter they began with. Raises ``ValueError`` where vLLM cannot serve all of the adapter; the one before goes on then.
+        """
+        if self._adapters is None:
+            raise RuntimeError("the engine was started without room for adapters: pass lora_rank to VLLMPolicy")
+        self.wake()
+        self._adapters.serve(model, self._version + 1)
+        self._version += 1
+
+    def sleep(self) -> None:
+        """Frees the GPU memory of weights and cache until new weights come or :meth:`wake` is called; on the CPU, where vLLM has no such mode, it stays.
+
+        Raises ``RuntimeError`` while requests are under way, and where the policy was made without ``sleeps``. ``generate`` raises one until it is awake.
+        """
+        if not self.sleeps:
+            raise RuntimeError("the engine was started without sleep mode: pass sleeps=True to VLLMPolicy")
+        if not self._asleep:
+            self._engine.sleep()
+            self._asleep = ["weights", "kv_cache"]
+
+    def wake(self) -> None:
+        """Takes the memory back, with the weights as they were; turns can be sampled again."""
+        self._wake("weights")
+        self._wake("kv_cache")
+
+    def _wake(self, memory: Literal["weights", "kv_cache"]) -> None:
+        if memory in self._asleep:
+            self._engine.wake(memory)
+            self._asleep.remove(memory)
 
     def close(self) -> None:
         """Ends the engine and frees its memory; turns under way fail with ``EngineStopped``."""
         self._engine.close()
+        if self._adapters is not None:
+            self._adapters.close()
 
     def __enter__(self) -> VLLMPolicy:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    # --- in the engine's thread -------------------------------------------------------------------------------------------------------------------
-
-    def _join(self, engine: Any, name: str, request: _Request) -> None:
-        from vllm import SamplingParams as EngineParams
-        from vllm.sampling_params import RequestOutputKind
-
-        if request.future.cancelled():
-            return
-        params = request.params
-        engine.add_request(
-            name,
-            {"type": "token", "prompt_token_ids": request.prompt},
-            EngineParams(
-                max_tokens=params.max_new_tokens,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                seed=seed_key(params.seed) >> 1,  # 63 bits, which every generator takes
-                stop_token_ids=self._stop_ids,
-                ignore_eos=True,  # the ids above are all that end a turn
-                logprobs=COLUMNS - 1,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-            ),
-        )
-        self._requests[name] = request
-
-    def _cancel(self, engine: Any, name: str) -> None:
-        if self._requests.pop(name, None) is not None:
-            engine.abort_request([name])
-
-    def _replace(self, engine: Any, path: str | None, tensors: Iterable[tuple[str, torch.Tensor]] | None) -> None:
-        if self._requests:
-            raise RuntimeError(f"the weights changed while {len(self._requests)} requests were under way; wait for them first")
-        replace_weights(engine, path, tensors)
-        self._version += 1
-
-    def receive(self, output: Any) -> bool:
-        """Adds the new tokens of a request; True when it has ended."""
-        request = self._requests.get(output.request_id)
-        if request is None:
-            return False
-        if not request.joined:
-            request.joined = True
-            self.stats.reused_tokens += output.num_cached_tokens
-            self.stats.prefilled_tokens += len(request.prompt) - output.num_cached_tokens
-        completion = output.outputs[0]
-        for token, (logprob, entropy) in zip(completion.token_ids, _pairs(completion.logprobs), strict=True):
-            request.ids.append(token)
-            request.logprobs.append(logprob)
-            request.entropies.append(entropy)
-            self.stats.decoded_tokens += 1
-            if not math.isfinite(logprob + entropy):
-                error = FloatingPointError(f"expected logits that make a distribution, got log-probability {logprob} and entropy {entropy} from vLLM")
-                return self._end(output.request_id, error)
-            reason, stop = self._endings.of(request.ids, request.detector, request.params.max_new_tokens)
-            if reason is not None:
-                return self._end(output.request_id, self._generation(request, reason, stop))
-        if output.finished:
-            return self._end(output.request_id, RuntimeError(f"vLLM ended a turn of {len(request.ids)} tokens for the reason {completion.finish_reason!r}"))
-        return False
-
-    def stepped(self, seconds: float) -> None:
-        self.stats.forward_calls += 1
-        self.stats.forward_seconds += seconds
-
-    def stopped(self, error: Exception) -> None:
-        for name in list(self._requests):
-            self._end(name, error)
-
-    def _generation(self, request: _Request, reason: Literal["eos", "stop", "length"], stop: str | None) -> Generation:
-        return Generation(
-            token_ids=request.ids,
-            logprobs=request.logprobs,
-            entropies=request.entropies,
-            stop_reason=reason,
-            stop_string=stop,
-            version=self._version,
-        )
-
-    def _end(self, name: str, outcome: Generation | Exception) -> bool:
-        future = self._requests.pop(name).future
-        if future.set_running_or_notify_cancel():
-            if isinstance(outcome, Generation):
-                future.set_result(outcome)
-            else:
-                future.set_exception(outcome)
-        return True
 
     # --- construction and checks ------------------------------------------------------------------------------------------------------------------
 
@@ -255,30 +204,6 @@ class VLLMPolicy:
         if 0 < params.temperature < _MIN_TEMPERATURE:
             raise ValueError(f"temperature must be 0 or at least {_MIN_TEMPERATURE} with vLLM, got {params.temperature}")
         return prompt
-
-
-def _pass_on(joined: Future[None], turn: Future[Generation]) -> None:
-    """Gives the error of a request that could not join to whoever waits for its turn."""
-    error = joined.exception()
-    if error is not None and turn.set_running_or_notify_cancel():
-        turn.set_exception(error)
-
-
-def _pairs(logprobs: Any) -> list[tuple[float, float]]:
-    """(log-probability of the sampled token, entropy) for each position of vLLM's flat log-probabilities."""
-    return [(logprobs.logprobs[start], logprobs.logprobs[end - 1]) for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True)]
-
-
-def _checkpoint(path: str, *, trust_remote_code: bool) -> Any:
-    """The configurations of a checkpoint, under the names that a transformers model has for them."""
-    from transformers import AutoConfig, GenerationConfig
-
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    try:
-        generation = GenerationConfig.from_pretrained(path)
-    except OSError:  # none is saved: transformers' models then take it from the configuration
-        generation = GenerationConfig.from_model_config(config)
-    return SimpleNamespace(config=config, generation_config=generation)
 
 
 def _tokenizer(path: str) -> Any:

@@ -6,61 +6,32 @@ therefore happens in one thread, between two steps; requests join the running ba
 
 from __future__ import annotations
 
+import asyncio
 import atexit
-import importlib.util
-import os
 import queue
-import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 
-from arpo_algo.policies.vllm_worker import COLUMNS
+from arpo_algo.policies.vllm_start import (
+    COLUMN,
+    arguments_explained,
+    check_column,
+    engine_arguments,
+    own_random_state,
+    probe_params,
+    probe_prompts,
+    set_environment,
+)
+from arpo_algo.policies.vllm_turns import EngineStopped, Turn, Turns, Weights
 
 T = TypeVar("T")
-
-_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Defaults for vLLM's environment. It would log every start on fifty lines, report its use to its authors, and pin this process to the first core."""
-_FIXED = {
-    "worker_extension_cls": "arpo_algo.policies.vllm_worker.EntropyColumn",
-    "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from: temperature and top_p included
-    "max_logprobs": -1,  # the probe asks for all
-    "enable_prefix_caching": True,
-    "skip_tokenizer_init": True,
-    "disable_log_stats": True,
-    "speculative_config": None,  # its rejection sampler has no entropy column
-}
-"""Engine arguments on which the policy relies."""
-_PROBE_TOLERANCE = 1e-4
-"""Nats. The probe compares numbers of one computation in float32; a column that holds something else is off by far more."""
 _one = threading.Lock()
 """Held while an engine runs. vLLM keeps an engine's process groups in globals of its module: closing a second engine would break the first."""
-
-
-class EngineStopped(RuntimeError):
-    """The engine failed or was closed; nothing more can be sampled with it."""
-
-
-class Listener(Protocol):
-    """What the engine's thread calls."""
-
-    def receive(self, output: Any) -> bool:
-        """Takes the new tokens of a request; True when the request has ended and can leave the batch."""
-        ...
-
-    def stepped(self, seconds: float) -> None:
-        """A step is over; it took the engine ``seconds``."""
-        ...
-
-    def stopped(self, error: Exception) -> None:
-        """No request will be answered any more."""
-        ...
 
 
 class EngineThread:
@@ -69,11 +40,13 @@ class EngineThread:
     Raises ``RuntimeError`` where this process runs another engine.
     """
 
-    def __init__(self, arguments: dict[str, Any], listener: Listener) -> None:
+    def __init__(self, arguments: dict[str, Any], turns: Turns) -> None:
+        if arguments.get("data_parallel_size", 1) > 1:
+            raise ValueError("several data-parallel engines run in processes of their own: pass separate_process=True")
         if not _one.acquire(blocking=False):
-            raise RuntimeError("this process runs a vLLM engine already: close its policy first, or start this one in a process of its own")
+            raise RuntimeError("this process runs a vLLM engine already: close its policy first, or pass separate_process=True")
         self._commands: queue.SimpleQueue[Callable[[Any], object] | None] = queue.SimpleQueue()
-        self._listener = listener
+        self._turns = turns
         self._stopped: EngineStopped | None = None
         self._lock = threading.Lock()  # between call and the end of the thread: no command is left behind unanswered
         started: Future[Any] = Future()
@@ -107,16 +80,72 @@ class EngineThread:
         run(None)
         return future
 
+    def join(self, name: str, turn: Turn) -> None:
+        def joined(done: Future[None]) -> None:
+            if (error := done.exception()) is not None:
+                turn.end(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+        self.call(lambda engine: self._join(engine, name, turn)).add_done_callback(joined)
+
+    def leave(self, name: str) -> None:
+        self.call(lambda engine: self._leave(engine, name))
+
+    def update(self, weights: Weights, version: int, *, keep_requests: bool) -> None:
+        self.call(lambda engine: self._update(engine, weights, version, keep_requests)).result()
+
+    def run(self, action: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+        return self.call(lambda engine: asyncio.run(action(engine))).result()
+
+    def sleep(self) -> None:
+        self.call(self._sleep).result()
+
+    def wake(self, memory: Literal["weights", "kv_cache"]) -> None:
+        self.call(lambda engine: self._wake(engine, memory)).result()
+
     def close(self) -> None:
         """Ends the thread and frees the engine's memory; requests under way fail. Can be called twice."""
         atexit.unregister(self.close)
         self._commands.put(None)
         self._thread.join()
 
+    # --- in the engine's thread -------------------------------------------------------------------------------------------------------------------
+
+    def _join(self, engine: Any, name: str, turn: Turn) -> None:
+        if turn.future.cancelled():
+            return
+        prompt = {"type": "token", "prompt_token_ids": turn.prompt}
+        self._turns.add(name, turn)
+        try:
+            engine.add_request(name, prompt, self._turns.params(turn), lora_request=turn.lora)
+        except Exception:
+            self._turns.discard(name)
+            raise
+
+    def _leave(self, engine: Any, name: str) -> None:
+        if self._turns.discard(name):
+            engine.abort_request([name])
+
+    def _update(self, engine: Any, weights: Weights, version: int, keep_requests: bool) -> None:
+        if not keep_requests:
+            self._turns.require_none("the weights changed")
+        replace_weights(engine, weights, version)
+
+    def _sleep(self, engine: Any) -> None:
+        self._turns.require_none("sleep() was called")
+        self._turns.asleep = True
+        if engine.model_config.enable_sleep_mode:
+            engine.sleep(level=1)
+
+    def _wake(self, engine: Any, memory: Literal["weights", "kv_cache"]) -> None:
+        if engine.model_config.enable_sleep_mode:
+            engine.wake_up([memory])
+        if memory == "kv_cache":
+            self._turns.asleep = False
+
     def _run(self, arguments: dict[str, Any], started: Future[Any]) -> None:
         engine, alone = None, not torch.distributed.is_initialized()
         try:
-            with _own_random_state():
+            with own_random_state():
                 engine = start_engine(arguments)
                 probe_entropy_column(engine)
         except BaseException as error:
@@ -157,15 +186,15 @@ class EngineThread:
     def _step(self, engine: Any) -> None:
         started = time.perf_counter()
         outputs = engine.step()
-        self._listener.stepped(time.perf_counter() - started)
-        ended = [output.request_id for output in outputs if self._listener.receive(output) and not output.finished]
+        self._turns.stepped(time.perf_counter() - started)
+        ended = [output.request_id for output in outputs if self._turns.receive(output) and not output.finished]
         if ended:
             engine.abort_request(ended)
 
     def _stop(self, error: EngineStopped) -> None:
         with self._lock:
             self._stopped = error
-        self._listener.stopped(error)
+        self._turns.stopped(error)
         while not self._commands.empty():
             if (command := self._commands.get()) is not None:
                 command(None)
@@ -173,56 +202,30 @@ class EngineThread:
 
 def start_engine(arguments: dict[str, Any]) -> Any:
     """An engine that runs in this process; its workers do too where there is one."""
+    set_environment()
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
-    defaults = _cpu_defaults(arguments) if current_platform.is_cpu() else {}
-    try:
-        config = EngineArgs(**{**defaults, **arguments, **_FIXED}).create_engine_config()
+    with arguments_explained():
+        config = EngineArgs(**engine_arguments(arguments)).create_engine_config()
         engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
-    except ValueError as error:
-        error.add_note("In VLLMPolicy max_model_len is context_length, max_num_seqs is max_batch, and cache_bytes is the memory for the cache blocks.")
-        raise
     engine.collective_rpc("add_entropy_column")
     return engine
 
 
-def check_arguments(arguments: dict[str, Any]) -> None:
-    """Raises ``ImportError`` without vLLM and ``ValueError`` for an engine argument that the policy sets itself; loads nothing heavy."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ImportError("VLLMPolicy needs vLLM: pip install 'arpo[vllm]' for GPUs, or the CPU build with what constraints-vllm.txt lists")
-    if taken := sorted(_FIXED.keys() & arguments.keys()):
-        raise ValueError(f"the policy sets these engine arguments itself: {', '.join(taken)}")
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-
-
-def _cpu_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What an engine on the CPU needs and ``arguments`` may not say."""
-    if arguments.get("enable_chunked_prefill"):
-        # A prompt cut in two rewinds its request's random generator, which PyTorch's CPU generator cannot do: the engine dies of the first one.
-        raise ValueError("vLLM on the CPU cannot prefill in chunks when requests have seeds: leave enable_chunked_prefill out")
-    return {
-        "dtype": "float32",  # 16-bit arithmetic is emulated on most processors
-        "enforce_eager": True,  # compiling takes a C++ compiler and a minute, and gains nothing for small models
-        "block_size": 32,  # the least there is; what a branch shares is rounded down to it
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(arguments["max_model_len"], 4096),
-    }
-
-
-def replace_weights(engine: Any, path: str | None, tensors: Iterable[tuple[str, torch.Tensor]] | None) -> None:
-    """Loads weights from a checkpoint or from named tensors and forgets all keys and values. Raises ``EngineStopped`` where that fails: it leaves the engine
-    with weights of neither version."""
+def replace_weights(engine: Any, weights: Weights, version: int) -> None:
+    """Loads weights and forgets all keys and values; those of turns under way are computed anew. Raises ``EngineStopped`` where that fails: it leaves the
+    engine with weights of neither version."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+    path, tensors = (weights, None) if isinstance(weights, str) else (None, weights)
     if tensors is not None and not isinstance(engine.model_executor, UniProcExecutor):
-        raise ValueError("named tensors reach a worker in this process alone: with more workers, update from a checkpoint folder")
+        raise ValueError("named tensors reach a worker in this process alone: with more workers pass separate_process=True, or update from a checkpoint folder")
     try:
         engine.collective_rpc("replace_weights", args=(path, tensors))
-        if not engine.reset_prefix_cache():
+        engine.collective_rpc("adopt_version", args=(version,))
+        if not engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("the prefix cache is in use")
     except Exception as error:
         raise EngineStopped(f"the vLLM engine could not load new weights: {type(error).__name__}: {error}") from error
@@ -231,46 +234,18 @@ def replace_weights(engine: Any, path: str | None, tensors: Iterable[tuple[str, 
 def probe_entropy_column(engine: Any) -> None:
     """Compares the entropy column with entropies from all log-probabilities, for a few prompts. Raises ``RuntimeError`` where they differ."""
     size = engine.model_config.get_vocab_size()
-    for number, temperature in enumerate((0.0, 1.0, 0.5)):
-        prompt = [(7 * number + 3 * position) % size for position in range(1 + 2 * number)]  # shorter than a block: never from the cache
-        column = _first_token(engine, prompt, logprobs=COLUMNS - 1, temperature=temperature)[-1]
-        logp = np.array(_first_token(engine, prompt, logprobs=-1, temperature=1.0)[1:], np.float64)
-        logp -= np.log(np.sum(np.exp(logp)))  # float32 leaves up to 1e-4 of a large vocabulary's mass out
-        expected = -float(np.sum(np.exp(logp) * np.maximum(logp, -750.0)))
-        if len(logp) != size or not abs(column - expected) < _PROBE_TOLERANCE:
-            import vllm
-
-            raise RuntimeError(
-                f"vLLM {vllm.__version__} reports the entropy {column:.6f} where its {len(logp)} log-probabilities of a vocabulary of {size} give"
-                f" {expected:.6f}: this version's sampler does not fit arpo_algo/policies/vllm_worker.py; 0.32 is known to"
-            )
+    for prompt, temperature in probe_prompts(size):
+        column = _first_token(engine, prompt, logprobs=COLUMN, temperature=temperature)
+        check_column(size, column, _first_token(engine, prompt, logprobs=-1, temperature=1.0))
 
 
 def _first_token(engine: Any, prompt: list[int], *, logprobs: int, temperature: float) -> list[float]:
     """The log-probabilities that come with one sampled token."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=1, temperature=temperature, seed=0, logprobs=logprobs, flat_logprobs=True, detokenize=False, ignore_eos=True)
-    engine.add_request("probe", {"type": "token", "prompt_token_ids": prompt}, params)
+    engine.add_request("probe", {"type": "token", "prompt_token_ids": prompt}, probe_params(logprobs=logprobs, temperature=temperature))
     while True:
         for output in engine.step():
             if output.finished:
                 return list(output.outputs[0].logprobs.logprobs)
-
-
-@contextmanager
-def _own_random_state() -> Iterator[None]:
-    """Keeps the global random generators as they are: an engine seeds them all when it starts."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if gpus is not None:
-            torch.cuda.set_rng_state_all(gpus)
 
 
 def _release(engine: Any, alone: bool) -> None:

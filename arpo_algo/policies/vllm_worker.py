@@ -1,9 +1,11 @@
-"""What runs inside vLLM's worker processes: the exact entropy of every sampled token, in a column of the log-probabilities that vLLM returns anyway.
+"""What runs inside vLLM's workers: the exact entropy of every sampled token, and the version of the weights that sampled it, in a column of the
+log-probabilities that vLLM returns anyway.
 
 vLLM reports no entropy. Of a request that asks for one log-probability beside the sampled token's, the sampler returns two columns; the second, the most
-probable token's, is overwritten with the entropy. It travels with the token through every kind of engine and costs one pass over the logits. Version 0.32
-has two model runners with a sampler each, both with ``logits`` as first argument and the columns in their result: one wrapper serves both. The engine is
-not patched beyond its own ``sampler`` attribute, so other engines in the process keep theirs.
+probable token's, is overwritten with the entropy, and its id with the version. Both travel with the token through every kind of engine, whatever is
+buffered on the way, and cost one pass over the logits. Version 0.32 has two model runners with a sampler each, both with ``logits`` as first argument and
+the columns in their result: one wrapper serves both. The engine is not patched beyond its own ``sampler`` attribute, so other engines in the process keep
+theirs.
 """
 
 from __future__ import annotations
@@ -31,19 +33,28 @@ class EntropyColumn:
             runner.sampler = SamplerWithEntropy(runner.sampler)
 
     def replace_weights(self, path: str | None, tensors: Iterable[tuple[str, torch.Tensor]] | None) -> None:
-        """Loads the weights of a checkpoint, or named tensors, in place of the present ones. No request may be under way."""
-        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
+        """Loads the weights of a checkpoint, or named tensors, in place of the present ones. The engine may not step meanwhile."""
         worker: Any = self
         worker.reload_weights(**({"weights_path": path} if tensors is None else {"weights_iterator": iter(tensors)}))
-        for module in worker.model_runner.get_model().modules():
+
+    def adopt_version(self, version: int) -> None:
+        """Completes an update, however the weights came: tokens are sampled by ``version`` from now on."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        for module in runner.get_model().modules():
             # On the CPU an output head that is tied to the embedding keeps a packed copy of the old weights, silently.
             if isinstance(module, VocabParallelEmbedding) and getattr(module, "cpu_linear", None) is not None:
                 module.quant_method.process_weights_after_loading(module)
+        if runner.sampler is not None:
+            runner.sampler.version = version
 
 
 class SamplerWithEntropy:
     """vLLM's sampler, with the entropy of softmax(logits) in the last of two log-probability columns; in all else the sampler itself."""
+
+    version = 0
+    """Of the weights that it samples from."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -59,7 +70,18 @@ class SamplerWithEntropy:
         columns = output.logprobs_tensors
         if columns is not None and columns.logprobs.shape[1] == COLUMNS:
             columns.logprobs[:, -1] = entropy
+            columns.logprob_token_ids[:, -1] = column_id(self.version)
         return output
+
+
+def column_id(version: int) -> int:
+    """The id under which the entropy is reported. Below 0: vLLM keys a position's log-probabilities by id where it joins outputs, and no token may hide it."""
+    return -1 - version
+
+
+def version_of(column_id: int) -> int:
+    """The version that :func:`column_id` stands for."""
+    return -1 - column_id
 
 
 def entropies(logits: torch.Tensor) -> torch.Tensor:

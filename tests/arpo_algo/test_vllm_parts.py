@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm_engine_fakes import Engine, Listener, start
 
 from arpo_algo.policies import vllm_engine
 from arpo_algo.policies.vllm import VLLMPolicy
-from arpo_algo.policies.vllm_engine import EngineStopped, EngineThread, probe_entropy_column
-from arpo_algo.policies.vllm_worker import COLUMNS, EntropyColumn, SamplerWithEntropy, entropies
+from arpo_algo.policies.vllm_engine import EngineThread, probe_entropy_column
+from arpo_algo.policies.vllm_turns import EngineStopped
+from arpo_algo.policies.vllm_worker import COLUMNS, EntropyColumn, SamplerWithEntropy, entropies, version_of
 
 
 def test_without_vllm_the_policy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,14 +63,20 @@ class NewerSampler:
     def __call__(self, logits: torch.Tensor, batch: str) -> Any:
         assert batch == "batch"
         logits /= 0.1
-        return SimpleNamespace(logprobs_tensors=None if self.columns is None else SimpleNamespace(logprobs=torch.full((len(logits), self.columns), 7.0)))
+        if self.columns is None:
+            return SimpleNamespace(logprobs_tensors=None)
+        shape = (len(logits), self.columns)
+        return SimpleNamespace(logprobs_tensors=SimpleNamespace(logprobs=torch.full(shape, 7.0), logprob_token_ids=torch.full(shape, 5)))
 
 
 def test_the_column_is_written_where_two_are_asked_for() -> None:
     logits = torch.tensor([[0.0, 0.0], [0.0, math.log(3)]])
-    two = SamplerWithEntropy(NewerSampler(COLUMNS))(logits.clone(), "batch").logprobs_tensors.logprobs
-    assert two[:, 0].tolist() == [7.0, 7.0]
-    assert two[:, 1].tolist() == pytest.approx([math.log(2), -0.25 * math.log(0.25) - 0.75 * math.log(0.75)])
+    sampler = SamplerWithEntropy(NewerSampler(COLUMNS))
+    sampler.version = 4
+    columns = sampler(logits.clone(), "batch").logprobs_tensors
+    assert columns.logprobs[:, 0].tolist() == [7.0, 7.0]
+    assert columns.logprobs[:, 1].tolist() == pytest.approx([math.log(2), -0.25 * math.log(0.25) - 0.75 * math.log(0.75)])
+    assert columns.logprob_token_ids.tolist() == [[5, -5], [5, -5]] and version_of(-5) == 4
     three = SamplerWithEntropy(NewerSampler(3))(logits.clone(), "batch").logprobs_tensors.logprobs
     assert torch.equal(three, torch.full((2, 3), 7.0))
     assert SamplerWithEntropy(NewerSampler(None))(logits.clone(), "batch").logprobs_tensors is None
@@ -80,57 +88,6 @@ def test_a_rank_without_a_sampler_is_left_alone() -> None:
     worker.model_runner = SimpleNamespace(sampler=None)
     worker.add_entropy_column()
     assert worker.model_runner.sampler is None
-
-
-class Engine:
-    """A batch that gives each request one output a step until ``steps`` are done; ``fail_at`` steps in all, it raises."""
-
-    def __init__(self, fail_at: int = -1) -> None:
-        self.left: dict[str, int] = {}
-        self.steps, self.fail_at, self.closed = 0, fail_at, False
-        self.engine_core = SimpleNamespace(shutdown=lambda: setattr(self, "closed", True))
-        self.model_config = SimpleNamespace(get_vocab_size=lambda: 11)
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self.left)
-
-    def step(self) -> list[Any]:
-        self.steps += 1
-        if self.steps == self.fail_at:
-            raise OSError("says the test")
-        self.left = {name: n - 1 for name, n in self.left.items()}
-        outputs = [SimpleNamespace(request_id=name, finished=n == 0) for name, n in self.left.items()]
-        self.left = {name: n for name, n in self.left.items() if n}
-        return outputs
-
-    def abort_request(self, names: list[str]) -> None:
-        for name in names:
-            del self.left[name]
-
-
-class Listener:
-    """Ends ``ends`` at once and notes what it hears."""
-
-    def __init__(self, ends: str = "") -> None:
-        self.ends = ends
-        self.heard: list[str] = []
-        self.error: Exception | None = None
-
-    def receive(self, output: Any) -> bool:
-        self.heard.append(output.request_id)
-        return bool(output.finished or output.request_id == self.ends)
-
-    def stepped(self, seconds: float) -> None:
-        assert seconds >= 0
-
-    def stopped(self, error: Exception) -> None:
-        self.error = error
-
-
-def start(monkeypatch: pytest.MonkeyPatch, engine: Engine, listener: Listener) -> EngineThread:
-    monkeypatch.setattr(vllm_engine, "start_engine", lambda arguments: engine)
-    monkeypatch.setattr(vllm_engine, "probe_entropy_column", lambda engine: None)
-    return EngineThread({}, listener)
 
 
 def join(thread: EngineThread, name: str, steps: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import os
 from pathlib import Path
@@ -14,7 +15,7 @@ if importlib.util.find_spec("vllm") is None and not os.environ.get("ARPO_REQUIRE
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from vllm_fakes import Pieces, alone, counted, llama, prompt, right, together
+from vllm_fakes import LONG, Pieces, alone, counted, llama, noisy, prompt, right, right_by_version, together
 
 from arpo_algo.policies.base import Generation, SamplingParams
 from arpo_algo.policies.vllm import VLLMPolicy
@@ -31,7 +32,7 @@ def test_new_weights_are_the_ones_served(tmp_path: Path) -> None:
     """A tied output head: the one that vLLM's CPU build leaves as it was."""
     model = llama(tmp_path / "0", tied=True)
     ids, params = prompt(70), SamplingParams(max_new_tokens=20, temperature=0.0)
-    with VLLMPolicy(tmp_path / "0", tokenizer=Pieces(), cache_bytes=1 << 24) as policy:
+    with VLLMPolicy(tmp_path / "0", tokenizer=Pieces(), eos_ids=(), cache_bytes=1 << 24) as policy:
         right(model, ids, params, alone(policy, ids, max_new_tokens=20, temperature=0.0))
         for version in (1, 2):
             with torch.no_grad():
@@ -49,6 +50,7 @@ def test_new_weights_are_the_ones_served(tmp_path: Path) -> None:
             assert counted(policy, lambda: fresh.extend(together(policy, [(ids, params)]))) == (70, 0), "keys and values of the old weights are in use"  # noqa: B023
             right(model, ids, params, fresh[0])
             assert (stale.version, fresh[0].version, policy.version) == (version - 1, version, version)
+        go_on_with_new_weights(policy, model)
         with pytest.raises(ValueError, match="expected the folder of a checkpoint, got 'nowhere'"):
             policy.update_weights("nowhere")
         with pytest.raises(EngineStopped, match="could not load new weights"):
@@ -57,11 +59,29 @@ def test_new_weights_are_the_ones_served(tmp_path: Path) -> None:
             alone(policy, ids, max_new_tokens=1)
 
 
+def go_on_with_new_weights(policy: VLLMPolicy, old: Any) -> None:
+    """Turns under way, with random generators of their own."""
+    requests = [(prompt(3, seed), SamplingParams(max_new_tokens=LONG, seed=seed)) for seed in range(3)]
+    version, new = policy.version, noisy(old, seed=3)
+
+    async def main() -> list[Generation]:
+        turns = [asyncio.create_task(policy.generate(*request)) for request in requests]
+        await policy.generate(prompt(5), SamplingParams(max_new_tokens=20))
+        assert not any(turn.done() for turn in turns)
+        await asyncio.to_thread(policy.update_weights, new.state_dict().items(), keep_requests=True)
+        return await asyncio.gather(*turns)
+
+    for (ids, params), got in zip(requests, asyncio.run(main()), strict=True):
+        assert set(got.versions) == {version, version + 1} and got.versions == sorted(got.versions) and got.version == version
+        right_by_version({version: old, version + 1: new}, ids, params, got)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
         ({"max_batch": 0}, "max_batch must be at least 1, got 0"),
         ({"logprobs_mode": "raw_logprobs", "speculative_config": {}}, "sets these engine arguments itself: logprobs_mode, speculative_config"),
+        ({"data_parallel_size": 2}, "pass separate_process=True"),
         ({"context_length": 4096}, "4096"),
         ({"enable_chunked_prefill": True}, "cannot prefill in chunks"),
         ({"cache_bytes": 1 << 12}, "No available memory for the cache blocks"),
@@ -95,3 +115,42 @@ def test_an_engine_that_fails_answers_everybody(tmp_path: Path) -> None:
         policy.close()
         policy.close()
     assert not torch.distributed.is_initialized(), "a learner could not open its process group"
+
+
+def test_adapters_are_served_beside_the_weights(tmp_path: Path) -> None:
+    """A turn under way ends with the adapter it began with."""
+    from peft import LoraConfig, get_peft_model
+
+    base = llama(tmp_path)
+    models: dict[int, Any] = {}
+    with VLLMPolicy(tmp_path, tokenizer=Pieces(), cache_bytes=1 << 24, eos_ids=(), lora_rank=4) as policy:
+        ids, params = prompt(70), SamplingParams(max_new_tokens=20, seed=1)
+        right(base, ids, params, together(policy, [(ids, params)])[0])
+
+        def update(version: int) -> None:
+            torch.manual_seed(version)
+            peft = get_peft_model(copy.deepcopy(base), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)).eval()
+            policy.update_adapter(peft)
+            models[version] = peft
+
+        async def main() -> list[Generation]:
+            long = asyncio.create_task(policy.generate(prompt(3), SamplingParams(max_new_tokens=LONG)))
+            await policy.generate(ids, params)
+            await asyncio.to_thread(update, 2)
+            assert not long.done()
+            return [await policy.generate(ids, params), await long]
+
+        update(1)
+        fresh, long = asyncio.run(main())
+        assert (fresh.version, fresh.versions, long.version, long.versions) == (2, [], 1, [])
+        right(models[2], ids, params, fresh)
+        right_by_version(models, prompt(3), SamplingParams(max_new_tokens=LONG), long)
+        with pytest.raises(AssertionError):
+            right(base, ids, params, fresh)
+        update(3)
+        with pytest.raises(RuntimeError, match="call update_adapter"):
+            policy.update_weights(base.state_dict().items())
+        right(models[3], ids, params, together(policy, [(ids, params)])[0])
+        folder = policy._adapters._folder
+        assert sorted(path.name for path in folder.iterdir()) == ["2", "3"]
+    assert not folder.exists()

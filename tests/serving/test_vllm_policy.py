@@ -179,7 +179,7 @@ def test_branches_asked_for_at_once_share_a_prefix_that_nobody_had(policy: VLLMP
 
 
 def unfinished(policy: VLLMPolicy) -> int:
-    return policy._engine.call(lambda engine: engine.get_num_unfinished_requests() + len(policy._requests)).result()
+    return policy._engine.call(lambda engine: engine.get_num_unfinished_requests() + len(policy._engine._turns)).result()
 
 
 @pytest.fixture(scope="module")
