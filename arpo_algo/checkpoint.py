@@ -13,6 +13,9 @@ agrees with their files, so that one that was copied in part is passed over as w
 
 Resuming is done in this order: build model and learner, :func:`load_weights`, ``learner.load_state_dict``, and at the very end :func:`restore_rng`, since
 all that comes before it may draw random numbers.
+
+Where several ranks train, all of them call :func:`save_checkpoint`, :func:`load_checkpoint` and :func:`load_weights` with their ``ranks``; rank 0 alone touches
+the disk. What lies there is the same for any number of ranks, and may be read by any other number.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import random
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+
+from arpo_algo.distributed import Ranks
+from arpo_algo.sharding import on_main
+from arpo_algo.weights import fill_weights, whole_weights
 
 MANIFEST = "manifest.json"
 
@@ -64,25 +71,46 @@ def save_checkpoint(
     trainer_state: Mapping[str, Any],
     rng: Mapping[str, Any],
     config: Mapping[str, Any] | None = None,
+    ranks: Ranks | None = None,
 ) -> Path:
     """Write a checkpoint and return its folder; one that is already there is replaced.
 
     ``model`` and ``tokenizer`` (or None) have ``save_pretrained``; ``trainer_state`` and ``config`` are JSON; ``rng`` comes from :func:`rng_state`.
+    With several ``ranks`` it is collective, and all but ``model`` matters on rank 0 alone; a failure to write there is raised on all.
     """
-    folder = Path(folder)
+    ranks = Ranks() if ranks is None else ranks
+    parts = _whole_parts(model, ranks) if ranks.size > 1 else None
+    described = {"trainer_state": trainer_state, "rng": rng, "config": config or {}}
+    return ranks.broadcast_from_main(lambda: _write(Path(folder), model, parts, tokenizer, learner_state, **described))
+
+
+def _write(
+    folder: Path,
+    model: nn.Module,
+    parts: _Parts | None,
+    tokenizer: Any,
+    learner_state: Mapping[str, Any],
+    *,
+    trainer_state: Mapping[str, Any],
+    rng: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.parent / f".{folder.name}.draft-{os.getpid()}"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     try:
         with _no_progress_bars():
-            _save_model(model, draft)
+            if parts is None:
+                _save_model(model, draft)
+            else:
+                _save_parts(model, parts, draft)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft / "model")
         torch.save(dict(learner_state), draft / "learner.pt")
         torch.save(dict(rng), draft / "rng.pt")
         _write_json(draft / "trainer.json", trainer_state)
-        _write_json(draft / "config.json", config or {})
+        _write_json(draft / "config.json", config)
         _write_json(draft / MANIFEST, {"files": _sizes(draft)})
         _sync(draft)
         _put_in_place(draft, folder)
@@ -91,13 +119,25 @@ def save_checkpoint(
     return folder
 
 
-def load_checkpoint(folder: str | Path, *, config: Mapping[str, Any] | None = None, may_differ: Collection[str] = ()) -> Checkpoint:
+def load_checkpoint(folder: str | Path, *, config: Mapping[str, Any] | None = None, may_differ: Collection[str] = (), ranks: Ranks | None = None) -> Checkpoint:
     """Read a checkpoint. Touches no random state and no model.
 
     Raises :class:`CheckpointError` when files are missing or cut short, or when a given ``config`` differs from the checkpoint's: every such setting is named.
-    Settings named in ``may_differ`` may.
+    Settings named in ``may_differ`` may. With several ``ranks`` it is collective; rank 0 alone reads, and the others get all but ``learner_state``, which is
+    empty there.
     """
-    folder = Path(folder)
+    ranks = Ranks() if ranks is None else ranks
+    read: list[Checkpoint] = []
+
+    def without_tensors() -> Checkpoint:
+        read.append(_read(Path(folder), config, may_differ))
+        return replace(read[0], learner_state={})
+
+    received = ranks.broadcast_from_main(without_tensors)
+    return read[0] if ranks.is_main else received
+
+
+def _read(folder: Path, config: Mapping[str, Any] | None, may_differ: Collection[str]) -> Checkpoint:
     problem = _problem(folder)
     if problem:
         raise CheckpointError(f"{folder} is not a whole checkpoint: {problem}")
@@ -110,20 +150,32 @@ def load_checkpoint(folder: str | Path, *, config: Mapping[str, Any] | None = No
     return Checkpoint(folder=folder, learner_state=learner_state, trainer_state=_read_json(folder / "trainer.json"), config=saved, rng=rng)
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Copy the checkpoint's weights into ``model``, bit for bit; with LoRA those of the adapter. Raises ``RuntimeError`` when names or shapes differ."""
-    adapter = checkpoint.folder / "adapter"
-    folder = adapter if adapter.exists() else checkpoint.model_path
-    tensors = read_weights(folder)
+def load_weights(model: nn.Module, checkpoint: Checkpoint, ranks: Ranks | None = None) -> None:
+    """Copy the checkpoint's weights into ``model``, bit for bit; with LoRA those of the adapter. Raises ``RuntimeError`` when names or shapes differ.
+
+    With several ``ranks``, over which a learner has spread the model, it is collective; rank 0 alone reads.
+    """
+    if ranks is not None and ranks.size > 1:
+        tensors: list[dict[str, torch.Tensor]] = []
+        ranks.broadcast_from_main(lambda: tensors.append(_own_weights(checkpoint)))
+        fill_weights(model, tensors[0] if tensors else None, ranks)
+        return
+    tensors_of_all = _own_weights(checkpoint)
     if hasattr(model, "peft_config"):
         from peft import set_peft_model_state_dict
 
-        outcome: Any = set_peft_model_state_dict(model, tensors)
+        outcome: Any = set_peft_model_state_dict(model, tensors_of_all)
         missing, unexpected = [name for name in outcome.missing_keys if "lora_" in name], outcome.unexpected_keys
         if missing or unexpected:
-            raise RuntimeError(f"adapter in {folder} does not fit the model: missing {missing}, unexpected {unexpected}")
+            raise RuntimeError(f"adapter in {checkpoint.folder} does not fit the model: missing {missing}, unexpected {unexpected}")
     else:
-        copy_weights(model, tensors)
+        copy_weights(model, tensors_of_all)
+
+
+def _own_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """What a resumed run continues with: the exact adapter where there is one, else the model (which with LoRA on a base model on disk is the adapter)."""
+    adapter = checkpoint.folder / "adapter"
+    return read_weights(adapter if adapter.exists() else checkpoint.model_path)
 
 
 def copy_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -199,6 +251,34 @@ def _save_model(model: Any, draft: Path) -> None:
         model.save_pretrained(draft / "adapter")
         model = copy.deepcopy(model).merge_and_unload()
     model.save_pretrained(draft / "model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """What of a sharded model goes into the files: whole tensors in the CPU memory of rank 0, None on the others."""
+
+    model: dict[str, torch.Tensor] | None
+    """All weights, LoRA merged; None as well where an adapter alone is written."""
+    adapter: dict[str, torch.Tensor] | None
+
+
+def _whole_parts(model: Any, ranks: Ranks) -> _Parts:
+    """Gather what :func:`_save_parts` writes. Collective."""
+    adapted = hasattr(model, "peft_config")
+    adapter = {name: on_main(p, ranks) for name, p in model.named_parameters() if "lora_" in name} if adapted else None
+    weights = None
+    if not adapted or not model.get_base_model().config.name_or_path:
+        weights = {name: tensor.cpu() for name, tensor in whole_weights(model) if ranks.is_main}
+    return _Parts(model=weights if ranks.is_main else None, adapter=adapter if ranks.is_main else None)  # type: ignore[arg-type]
+
+
+def _save_parts(model: Any, parts: _Parts, draft: Path) -> None:
+    """The folders of :func:`_save_model`, from whole tensors."""
+    if parts.adapter is not None:
+        model.save_pretrained(draft / ("model" if parts.model is None else "adapter"), state_dict=parts.adapter)
+        model = model.get_base_model()
+    if parts.model is not None:
+        model.save_pretrained(draft / "model", state_dict=parts.model)
 
 
 def _put_in_place(draft: Path, folder: Path) -> None:

@@ -9,6 +9,9 @@ At a vocabulary of 150,000 the logits are the largest tensor of a training step.
 That needs a model whose logits are its head applied to hidden states and nothing more. It is checked once with a two-token forward; a model that scales or
 caps its logits afterwards, or has no head to hook, takes the plain path through its own full logits.
 
+All of it happens in the forward of one module, the scorer: where the model is spread over several ranks (:mod:`arpo_algo.sharding`) that is the module that
+gathers the head's weights, for the chunks and for their recomputation.
+
 Right-padded rows get no attention mask: under causal attention no token sees the padding behind it, and without a mask the faster kernels apply.
 """
 
@@ -22,17 +25,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-class TokenLogprobs:
+class TokenLogprobs(nn.Module):
     """``scorer(token_ids, mask) -> (logprobs, entropies)`` of one model at one temperature."""
 
     def __init__(self, model: nn.Module, *, temperature: float = 1.0, chunk_mib: int = 256, autocast: torch.dtype | None = None) -> None:
         """``chunk_mib`` bounds the float32 logits held at once, in MiB; ``autocast`` is the dtype of matrix products, None for the model's own."""
+        super().__init__()
         self.model = model
         self.temperature = temperature
         self.chunk_elements = chunk_mib * 2**20 // 4
         self.autocast = autocast
-        self._head: nn.Module | None = None
-        self._probed = False
+        self._heads: list[nn.Module] | None = None  # a list, since a module of a module would be its child: a second name for the head
 
     def __call__(self, token_ids: Tensor, mask: Tensor, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probability of each token of the mask (at the temperature) and entropy before it (nats, full vocabulary, temperature 1).
@@ -40,13 +43,41 @@ class TokenLogprobs:
         ``token_ids`` (R, T) int64 right-padded, ``mask`` (R, T) bool with column 0 False, both on the model's device. Returns two (R, T) tensors, 0 outside the
         mask: float32, or float64 for a float64 model. Entropies carry a gradient only with ``entropy_grad``.
         """
-        if not self._probed:
-            self._head, self._probed = self._find_head(token_ids), True
+        values: tuple[Tensor, Tensor] = super().__call__(token_ids, mask, entropy_grad=entropy_grad)
+        return values
+
+    def forward(self, token_ids: Tensor, mask: Tensor, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        """What calling the scorer computes."""
+        if self._heads is None:
+            self.use_head(self.has_plain_head(token_ids))
         with torch.autocast(token_ids.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             hidden = self._hidden(token_ids[:, :-1])[mask[:, 1:]]  # (N, H), or logits (N, V) on the plain path
             logprobs, entropies = self._in_chunks(hidden, token_ids[mask], entropy_grad)  # (N,)
         zeros = logprobs.new_zeros(token_ids.shape)
         return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies)
+
+    def has_plain_head(self, token_ids: Tensor) -> bool:
+        """Whether the model's logits are its output layer applied to hidden states and nothing more, tried with the first two tokens of (R, T)."""
+        head = self._output_layer()
+        if head is None:
+            return False
+        given: list[Tensor] = []
+        hook = head.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+        try:
+            with torch.no_grad():
+                logits = self._forward(token_ids[:1, :2])
+                return len(given) == 1 and _same(head(given[0]), logits)
+        finally:
+            hook.remove()
+
+    def use_head(self, plain: bool) -> None:
+        """Take :meth:`has_plain_head`'s answer as given. The first forward asks for it unless that is done; in a sharded model it must be."""
+        head = self._output_layer()
+        self._heads = [head] if plain and head is not None else []
+
+    @property
+    def _head(self) -> nn.Module | None:
+        return self._heads[0] if self._heads else None
 
     def _hidden(self, token_ids: Tensor) -> Tensor:
         """What the head is given at each position (R, T, H); without a plain head the logits (R, T, V)."""
@@ -80,20 +111,10 @@ class TokenLogprobs:
         parts = [score(h, t) for h, t in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)]
         return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
 
-    @torch.no_grad()
-    def _find_head(self, token_ids: Tensor) -> nn.Module | None:
-        """The output layer, if applying it to what it is given makes the model's logits; else None."""
+    def _output_layer(self) -> nn.Module | None:
         get: Any = getattr(self.model, "get_output_embeddings", lambda: None)
         head: nn.Module | None = get()
-        if head is None or not hasattr(head, "weight"):
-            return None
-        given: list[Tensor] = []
-        hook = head.register_forward_pre_hook(lambda _, args: given.append(args[0]))
-        try:
-            logits = self._forward(token_ids[:1, :2])
-        finally:
-            hook.remove()
-        return head if len(given) == 1 and _same(head(given[0]), logits) else None
+        return head if hasattr(head, "weight") else None
 
 
 def _score(head: nn.Module | None, hidden: Tensor, targets: Tensor, *, temperature: float, entropy_grad: bool) -> tuple[Tensor, Tensor]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+
+from arpo_algo.distributed import Ranks
+from arpo_algo.sharding import fill, on_main
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -42,6 +45,34 @@ def check_trainable(parameters: list[nn.Parameter]) -> None:
             raise ValueError(
                 f"trainable weights must be float32 or float64, since small steps vanish in 16 bits; got {p.dtype}: load the model with dtype=torch.float32"
             )
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any] | None:
+    """The optimiser's ``state_dict``; with several ranks its tensors are whole, in the CPU memory of rank 0, and the others get None. Collective."""
+    state: dict[str, Any] = optimizer.state_dict()
+    if ranks.size == 1:
+        return state
+    moments = {number: {name: on_main(value, ranks) for name, value in values.items()} for number, values in state["state"].items()}
+    return state | {"state": moments} if ranks.is_main else None
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any] | None, ranks: Ranks) -> None:
+    """Give an optimiser the ``state_dict`` that rank 0 holds, whole tensors, whatever the number of ranks. Collective; the other ranks pass None."""
+    if ranks.size == 1:
+        assert state is not None
+        optimizer.load_state_dict(dict(state))
+        return
+    groups = ranks.broadcast(None if state is None else state["param_groups"])
+    names = ranks.broadcast(None if state is None else {number: {name: t.ndim for name, t in values.items()} for number, values in state["state"].items()})
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments: dict[int, dict[str, Tensor]] = {}
+    for number, of_parameter in names.items():
+        moments[number] = {}
+        for name, ndim in of_parameter.items():
+            like: Tensor = torch.zeros(()) if ndim == 0 else torch.zeros_like(parameters[number])
+            fill(like, None if state is None else state["state"][number][name], ranks)
+            moments[number][name] = like
+    optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
 
 class Muon(torch.optim.Optimizer):

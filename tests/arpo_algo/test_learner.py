@@ -480,6 +480,39 @@ def test_weight_decay_touches_matrices_only():
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.5, 0.0)
 
 
+# ---- mismatch of sampler and learner
+
+
+def test_mismatch_is_zero_for_the_weights_that_sampled_and_by_hand_for_others():
+    model = tiny_model()
+    rows = rows_of(rollout(model, LENGTHS))
+    on_policy = Learner(model, LearnerConfig()).update(rows)
+    assert 0 < on_policy["mismatch/max_abs"] < 1e-6 and on_policy["mismatch/clip_share"] == 0 and "mismatch/capped_share" not in on_policy
+    off = replace(rows, old_logprobs=np.where(rows.mask, rows.old_logprobs, 0))
+    off.old_logprobs[1, 3] -= np.float32(math.log(4))  # three of 19 tokens: ratios 4, 1/2, 1.1
+    off.old_logprobs[1, 4] += np.float32(math.log(2))
+    off.old_logprobs[3, 3] -= np.float32(math.log(1.1))
+    expected = {"mean_abs": (math.log(4) + math.log(2) + math.log(1.1)) / 19, "max_abs": math.log(4), "clip_share": 2 / 19}
+    for settings in ({}, {"recompute_old_logprobs": True}, {"recompute_old_logprobs": True, "importance_cap": 2.0, "minibatches": 2}, {"epochs": 2}):
+        metrics = Learner(tiny_model(), LearnerConfig(lr=0.1, **settings)).update(off)
+        assert {name: metrics[f"mismatch/{name}"] for name in expected} == pytest.approx(expected, rel=1e-5), settings
+        assert metrics.get("mismatch/capped_share") == (1 / 19 if "importance_cap" in settings else None)
+    wider = Learner(tiny_model(), LearnerConfig(clip_low=0.6, clip_high=2.9)).update(off)
+    assert wider["mismatch/clip_share"] == pytest.approx(1 / 19)
+
+
+def test_mismatch_costs_no_forward_and_is_measured_before_the_first_step():
+    model = tiny_model()
+    rows = rows_of(rollout(model, LENGTHS))
+    calls: list[int] = []
+    learner = Learner(model, LearnerConfig(lr=0.1, minibatches=2, micro_batch_tokens=1000))
+    learner.token_logprobs(rows)  # looks for the head
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert learner.update(rows)["mismatch/max_abs"] < 1e-6  # the second step would show what the first one has changed
+    assert len(calls) == 2
+    assert learner.update(rows)["mismatch/max_abs"] > 1e-2
+
+
 # ---- schedule, configuration, state
 
 

@@ -1,0 +1,165 @@
+"""A model spread over several ranks by FSDP2: every rank keeps a part of each tensor and gathers a layer when it is needed.
+
+``torch.distributed.fsdp`` is imported only here and only where there is more than one rank. Gradients are *summed* over ranks: the weight of a token in the
+loss is fixed over the whole batch (:mod:`arpo_algo.packing`), so each rank's loss is its part of one sum, and a mean over ranks would be wrong.
+
+Functions marked *collective* must be called by every rank in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from arpo_algo.distributed import Ranks
+from arpo_algo.packing import Rows, micro_batches
+
+
+def shard(root: nn.Module, ranks: Ranks, *, compute: torch.dtype | None = None) -> None:
+    """Spread ``root`` over the ranks, in place: each transformer layer is a unit that is gathered on its own, and what is left the last one. Collective.
+
+    Every rank starts from rank 0's weights; another rank's model may lie on the meta device, and needs no memory then. From here on only the forward of
+    ``root`` works, on all ranks together. ``compute`` is the type in which weights are gathered and used, None for their own; gradients are then summed in
+    float32. Raises ``ValueError`` on every rank where the models of the ranks differ in names, shapes, types or in what is trained.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    _check_same(root, ranks)
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=None if compute is None else torch.float32)
+    for unit in [*transformer_layers(root), root]:
+        _start_from_main(unit, ranks)
+        sharded: Any = fully_shard(unit, mesh=mesh, mp_policy=policy)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, and a plain one is what is meant
+
+
+def transformer_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model: the list of modules that holds most parameters. Empty where there is no such list."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=[]))
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a rank holds only its part of the tensor."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor, gathered; any other as it is. Collective. Detached."""
+    tensor = tensor.detach()
+    gather: Any = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+def on_main(tensor: Tensor, ranks: Ranks) -> Tensor | None:
+    """The whole of a sharded tensor in the CPU memory of rank 0, None on the others; alone, the tensor itself. Collective."""
+    gathered = whole(tensor)
+    if ranks.size == 1:
+        return tensor
+    return gathered.cpu() if ranks.is_main else None
+
+
+def part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, which shares its memory; any other as it is."""
+    local: Any = getattr(tensor, "_local_tensor", None)
+    return tensor if local is None else local
+
+
+@torch.no_grad()
+def fill(target: Tensor, source: Tensor | None, ranks: Ranks) -> None:
+    """Copy rank 0's whole ``source`` into ``target``, sharded or not; what the other ranks pass is ignored. Collective. Shapes must agree."""
+    if ranks.size == 1:
+        assert source is not None
+        target.copy_(source)
+        return
+    values = torch.empty(target.shape, dtype=target.dtype, device=ranks.device)
+    if ranks.is_main:
+        assert source is not None
+        values.copy_(source)
+    ranks.spread(values)
+    if not is_sharded(target):
+        target.copy_(values)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded: Any = target
+    part(target).copy_(part(distribute_tensor(values, sharded.device_mesh, sharded.placements, src_data_rank=None)))
+
+
+def reshard(root: nn.Module) -> None:
+    """Let go of what ``root`` gathered last. After a forward without a backward it is still there, and would be stale once weights change."""
+    let_go: Any = getattr(root, "reshard", None)
+    if let_go is not None:
+        let_go()
+
+
+def sync_gradients(root: nn.Module, flag: bool) -> None:
+    """Whether the next backward sums gradients over ranks, or keeps them whole on each for a later one; nothing for a model that is not sharded."""
+    choose: Any = getattr(root, "set_requires_gradient_sync", None)
+    if choose is not None:
+        choose(flag)
+
+
+def shares(rows: Rows, size: int) -> list[np.ndarray]:
+    """Row numbers of each of ``size`` ranks, equal in tokens as far as it goes: the longest rows first, each to the rank with the fewest tokens so far."""
+    lengths = rows.attention.sum(1)
+    loads, parts = [0] * size, [[] for _ in range(size)]  # type: tuple[list[int], list[list[int]]]
+    for row in np.argsort(-lengths, kind="stable"):
+        rank = loads.index(min(loads))
+        loads[rank] += int(lengths[row])
+        parts[rank].append(int(row))
+    return [np.array(sorted(rows_of_rank), dtype=np.int64) for rows_of_rank in parts]
+
+
+def rank_micro_batches(rows: Rows, max_tokens: int, ranks: Ranks) -> list[np.ndarray]:
+    """Row numbers of this rank's micro-batches. Every rank gets the same number, since each forward is one of all ranks: some may be empty."""
+    if ranks.size == 1:
+        return micro_batches(rows, max_tokens)
+    of_rank = [[share[index] for index in micro_batches(rows.select(share), max_tokens)] for share in shares(rows, ranks.size)]
+    mine = of_rank[ranks.rank]
+    return mine + [np.zeros(0, dtype=np.int64)] * (max(map(len, of_rank)) - len(mine))
+
+
+def _check_same(model: nn.Module, ranks: Ranks) -> None:
+    mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in _named_tensors(model)]
+    theirs = ranks.broadcast(mine)
+    if ranks.any(mine != theirs):
+        differing = sorted({name for name, *_ in set(mine) ^ set(theirs)})
+        where = f"rank {ranks.rank} differs from rank 0 in {differing[:5]}" if differing else f"another one than rank {ranks.rank} differs from rank 0"
+        raise ValueError(f"expected the same model on every rank, in names, shapes, types and what is trained; {where}")
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _start_from_main(unit: nn.Module, ranks: Ranks) -> None:
+    """Put rank 0's weights and buffers into a unit on the ranks' device; parts that are sharded already have them. Tied weights stay tied."""
+    moved: dict[int, Tensor] = {}
+    for module in unit.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in _present(tensors):
+                if not is_sharded(tensor):
+                    if id(tensor) not in moved:
+                        moved[id(tensor)] = _received(tensor, ranks)
+                    tensors[name] = moved[id(tensor)]  # type: ignore[assignment]
+
+
+def _present(tensors: dict[str, Any]) -> Iterable[tuple[str, Tensor]]:
+    return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+
+
+def _received(tensor: Tensor, ranks: Ranks) -> Tensor:
+    values = torch.empty_like(tensor, device=ranks.device) if tensor.is_meta else tensor.detach().to(ranks.device).contiguous()
+    ranks.spread(values)
+    if tensor.is_meta:
+        return nn.Parameter(values, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+    tensor.data = values
+    return tensor
