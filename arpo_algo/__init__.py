@@ -25,16 +25,21 @@ if TYPE_CHECKING:
         RandomBranching,
         TopEntropyBranching,
         UniformBranching,
+        UnsettledBranching,
     )
     from arpo_algo.codec import ChatCodec, Codec, PlainCodec
     from arpo_algo.config import ARPOConfig
+    from arpo_algo.entropy import EntropyBounds, estimate_entropies, truncated_entropy
     from arpo_algo.evaluate import EvalResult
     from arpo_algo.learner import Learner, LearnerConfig
-    from arpo_algo.policies.base import Generation, Policy, SamplingParams
+    from arpo_algo.policies.base import Generation, Policy, SamplingParams, ServedPolicy
+    from arpo_algo.policies.pool import PolicyPool
     from arpo_algo.policies.scripted import ScriptedPolicy
+    from arpo_algo.policies.server import ServerError, ServerPolicy
     from arpo_algo.policies.transformers import TransformersPolicy
     from arpo_algo.policies.vllm import VLLMPolicy
     from arpo_algo.rollout import RolloutConfig, sample_groups
+    from arpo_algo.sampler import LocalSampler, Sampler
     from arpo_algo.sft import SFTConfig, SFTExample
     from arpo_algo.train import ARPOTrainer, TrainResult
     from arpo_algo.tree import RolloutTree, Trajectory
@@ -43,17 +48,21 @@ if TYPE_CHECKING:
 _HOME = {
     "branching": (
         "Allocation", "AuthorsBranching", "BranchPoint", "BranchingStrategy", "EntropyBranching", "LowEntropyBranching", "NoBranching",
-        "RandomBranching", "TopEntropyBranching", "UniformBranching",
+        "RandomBranching", "TopEntropyBranching", "UniformBranching", "UnsettledBranching",
     ),
     "codec": ("ChatCodec", "Codec", "PlainCodec"),
     "config": ("ARPOConfig",),
+    "entropy": ("EntropyBounds", "estimate_entropies", "truncated_entropy"),
     "evaluate": ("EvalResult",),
     "learner": ("Learner", "LearnerConfig"),
-    "policies.base": ("Generation", "Policy", "SamplingParams"),
+    "policies.base": ("Generation", "Policy", "SamplingParams", "ServedPolicy"),
+    "policies.pool": ("PolicyPool",),
     "policies.scripted": ("ScriptedPolicy",),
+    "policies.server": ("ServerError", "ServerPolicy"),
     "policies.transformers": ("TransformersPolicy",),
     "policies.vllm": ("VLLMPolicy",),
     "rollout": ("RolloutConfig", "sample_groups"),
+    "sampler": ("LocalSampler", "Sampler"),
     "sft": ("SFTConfig", "SFTExample"),
     "train": ("ARPOTrainer", "TrainResult"),
     "tree": ("RolloutTree", "Trajectory"),
@@ -69,30 +78,40 @@ __all__ = [
     "BranchingStrategy",
     "ChatCodec",
     "Codec",
+    "EntropyBounds",
     "EntropyBranching",
     "EvalResult",
     "Generation",
     "Learner",
     "LearnerConfig",
+    "LocalSampler",
     "LowEntropyBranching",
     "NoBranching",
     "PlainCodec",
     "Policy",
+    "PolicyPool",
     "RandomBranching",
     "RolloutConfig",
     "RolloutTree",
     "SFTConfig",
     "SFTExample",
+    "Sampler",
     "SamplingParams",
     "ScriptedPolicy",
+    "ServedPolicy",
+    "ServerError",
+    "ServerPolicy",
     "TopEntropyBranching",
     "TrainResult",
     "Trajectory",
     "TransformersPolicy",
     "UniformBranching",
+    "UnsettledBranching",
     "VLLMPolicy",
+    "estimate_entropies",
     "print_tree",
     "sample_groups",
+    "truncated_entropy",
 ]
 
 

@@ -11,7 +11,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -22,17 +23,20 @@ import tyro
 from transformers import AutoTokenizer
 
 import arpo_algo.train as training
+from arpo_algo.backends import VLLM, AnyBackend, ClosingPolicy, Server, Transformers
 from arpo_algo.branching import AnyBranching, EntropyBranching
+from arpo_algo.cluster.settings import RaySettings
 from arpo_algo.codec import ChatCodec, Codec, PlainCodec
 from arpo_algo.config import ARPOConfig
 from arpo_algo.doctor import report
 from arpo_algo.evaluate import evaluate
 from arpo_algo.health import RunStopped
+from arpo_algo.loading import PolicySource
 from arpo_algo.metrics import rollout_metrics
 from arpo_algo.policies.transformers import TransformersPolicy
 from arpo_algo.recording import write_rollouts
 from arpo_algo.rollout import RolloutConfig, sample_groups
-from arpo_algo.sampler import run_async
+from arpo_algo.sampler import Sampler, run_async
 from arpo_algo.settings import SettingsError, build, flags, read_toml
 from arpo_algo.sft import SFTConfig, SFTLearner, sft
 from arpo_algo.traces import read_traces
@@ -85,19 +89,33 @@ class ModelCommand:
     codec: Literal["chat", "plain"] = "chat"
     """Text to ids by the tokenizer's chat template, or as plain text (base models)."""
 
-    def load(self) -> tuple[TransformersPolicy, Codec]:
-        policy = TransformersPolicy.from_pretrained(self.model)
-        return policy, self.codec_of(policy.tokenizer)
-
     def codec_of(self, tokenizer: Any) -> Codec:
         return ChatCodec(tokenizer) if self.codec == "chat" else PlainCodec(tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(ModelCommand):
+class SamplingCommand(ModelCommand):
+    """What every command has that samples."""
+
+    policy: AnyBackend = field(default_factory=Transformers)
+    """Where tokens are sampled."""
+    env: EnvSettings = field(default_factory=EnvSettings)
+
+    @contextmanager
+    def sampling(self) -> Iterator[tuple[ClosingPolicy, Codec]]:
+        """The policy, closed at the end, and the codec."""
+        tokenizer = AutoTokenizer.from_pretrained(self.model)
+        policy = self.policy.make(self.model, tokenizer)
+        try:
+            yield policy, self.codec_of(tokenizer)
+        finally:
+            policy.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(SamplingCommand):
     """Train a policy by ARPO."""
 
-    env: EnvSettings = field(default_factory=EnvSettings)
     trainer: ARPOConfig = field(default_factory=ARPOConfig)
     eval_tasks: Path | None = None
     """Tasks for ``trainer.eval_every`` (.jsonl, .parquet); by default the environment's ``held_out_tasks`` where it has any, as arpo/World-v0 does."""
@@ -106,21 +124,42 @@ class Train(ModelCommand):
     track: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Where metrics go besides metrics.jsonl and the terminal."""
 
+    ray: bool = False
+    """Run on a Ray cluster, or start Ray on this machine; what runs where is said by ``cluster``. Needs ``arpo[ray]``."""
+    cluster: RaySettings = field(default_factory=RaySettings)
+
     def run(self) -> None:
+        if isinstance(self.policy, Server):
+            raise SettingsError("policy Server cannot train: it takes no weights; use Transformers or VLLM")
+        if self.ray:
+            from arpo_algo.cluster.launch import ray_train
+
+            result = ray_train(self.trained, self.cluster, make_env=self.env.make, make_engine=partial(_engine, self.policy, self.model))
+        else:
+            served = isinstance(self.policy, VLLM)
+            trainer = self.trained(partial(_engine, self.policy, self.model) if served else None, None)
+            try:
+                result = trainer.train()
+            finally:
+                trainer.close()
+        print(f"{'interrupted' if result.interrupted else 'done'} at step {result.step}; model in {result.checkpoint / 'model'}")
+
+    def trained(self, policy: PolicySource | None, sampler: Sampler | None) -> training.ARPOTrainer:
+        """The trainer of one rank."""
         env, tokenizer = self.env.make(), AutoTokenizer.from_pretrained(self.model)
         held_out = TaskSet.load(self.eval_tasks) if self.eval_tasks is not None else getattr(env.unwrapped, "held_out_tasks", None)
-        trainer = training.ARPOTrainer(
+        return training.ARPOTrainer(
             self.model,
             env,
             self.trainer,
             tokenizer=tokenizer,
             eval_tasks=held_out,
             codec=self.codec_of(tokenizer),
+            policy=policy,
+            sampler=sampler,
             trackers=[_tracker(name, self.run_dir) for name in self.track],
             run_dir=self.run_dir,
         )
-        result = trainer.train()
-        print(f"{'interrupted' if result.interrupted else 'done'} at step {result.step}; model in {result.checkpoint / 'model'}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +173,8 @@ class SFT(ModelCommand):
     sft: SFTConfig = field(default_factory=lambda: SFTConfig(steps=100))
 
     def run(self) -> None:
-        policy, codec = self.load()
-        examples = read_traces(self.traces, codec, end_id=policy.tokenizer.eos_token_id)
+        policy = TransformersPolicy.from_pretrained(self.model)
+        examples = read_traces(self.traces, self.codec_of(policy.tokenizer), end_id=policy.tokenizer.eos_token_id)
         print(f"{len(examples)} traces, {sum(map(sum, (e.mask for e in examples)))} tokens to learn")
         every = max(1, self.sft.steps // 20)
 
@@ -151,10 +190,9 @@ class SFT(ModelCommand):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(ModelCommand):
+class Eval(SamplingCommand):
     """Measure a policy on the tasks of an environment."""
 
-    env: EnvSettings = field(default_factory=EnvSettings)
     n: int = 200
     """Tasks, the first ones of the environment's."""
     samples: int = 1
@@ -167,20 +205,20 @@ class Eval(ModelCommand):
     seed: int = 0
 
     def run(self) -> None:
-        (policy, codec), env = self.load(), self.env.make()
+        env = self.env.make()
         tasks = training.first_tasks(_tasks(env), self.n)
-        measured = evaluate(env, policy, codec, tasks, self.rollout, samples=self.samples, temperature=self.temperature, seed=self.seed)
-        result = run_async(measured)
+        with self.sampling() as (policy, codec):
+            measured = evaluate(env, policy, codec, tasks, self.rollout, samples=self.samples, temperature=self.temperature, seed=self.seed)
+            result = run_async(measured)
         print(result)
         if self.out is not None:
             _write_json(self.out, result.to_dict() | {"model": self.model, "versions": versions()})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout(ModelCommand):
+class Rollout(SamplingCommand):
     """Sample groups and print their trees: who branched where, why, with which entropies and rewards."""
 
-    env: EnvSettings = field(default_factory=EnvSettings)
     groups: int = 1
     """Groups to sample, one a task."""
     first: int = 0
@@ -194,23 +232,21 @@ class Rollout(ModelCommand):
     seed: int = 0
 
     def run(self) -> None:
-        (policy, codec), env = self.load(), self.env.make()
-        sampling = sample_groups(env, policy, codec, self.branching, self.rollout, self._options(env), seed=self.seed)
-        started = time.perf_counter()
-        trees = [tree.canonical() for tree in run_async(sampling)]
-        seconds = time.perf_counter() - started
+        env = self.env.make()
+        options = self._options(env)
+        with self.sampling() as (policy, codec):
+            started = time.perf_counter()
+            trees = [tree.canonical() for tree in run_async(sample_groups(env, policy, codec, self.branching, self.rollout, options, seed=self.seed))]
+            seconds = time.perf_counter() - started
         for tree in trees:
             print(print_tree(tree, width=self.width))
-        counts = policy.stats
-        print(
-            f"{counts.decoded_tokens} tokens sampled in {seconds:.1f} s ({counts.decoded_tokens / seconds:.1f} a second);"
-            f" {counts.prefilled_tokens} context tokens computed, {counts.reused_tokens} reused"
-        )
+        tokens, counts = sum(tree.sampled_tokens for tree in trees), getattr(policy, "stats", None)
+        reuse = "" if counts is None else f"; {counts.prefilled_tokens} context tokens computed, {counts.reused_tokens} reused"
+        print(f"{tokens} tokens sampled in {seconds:.1f} s ({tokens / seconds:.1f} a second){reuse}")
         if self.out is not None:
             print(f"trees in {write_rollouts(self.out, 0, trees, decode=codec.decode)}")
-            _write_json(
-                self.out / "metrics.json", rollout_metrics(trees) | {f"policy/{name}": n for name, n in asdict(counts).items()} | {"seconds/rollout": seconds}
-            )
+            counted = {} if counts is None else {f"policy/{name}": n for name, n in asdict(counts).items()}
+            _write_json(self.out / "metrics.json", rollout_metrics(trees) | counted | {"seconds/rollout": seconds})
 
     def _options(self, env: Env) -> list[dict[str, Any] | None]:
         """Reset options of the groups. An environment without tasks is reset with a seed of its own for each group."""
@@ -309,7 +345,8 @@ def parse(name: str, args: Sequence[str]) -> Any:
     if name == "check-env" and args and not args[0].startswith("-"):
         values["env"] = args.pop(0)
     args = [_spelled(arg, {} if name == "check-env" else SHORTHANDS) for arg in args]
-    _choose_strategy(values, ("trainer", "branching") if name == "train" else ("branching",), args)
+    _choose_type(values, ("trainer", "branching") if name == "train" else ("branching",), args)
+    _choose_type(values, ("policy",), args)
     required = {f.name: tyro.MISSING for f in fields(command) if f.default is MISSING and f.default_factory is MISSING}
     blank = command(**required)
     # The file is checked by itself, then put before the flags as flags: an object built from the file alone would hold what follows from its values
@@ -327,10 +364,10 @@ def _spelled(arg: str, shorthands: Mapping[str, str]) -> str:
     return shorthands.get(flag, flag) + equals + value
 
 
-def _choose_strategy(values: dict[str, Any], path: tuple[str, ...], args: list[str]) -> None:
-    """Move ``--branching NAME`` (or ``--trainer.branching NAME``) from ``args`` to ``values``; the fields of the strategy stay flags."""
+def _choose_type(values: dict[str, Any], path: tuple[str, ...], args: list[str]) -> None:
+    """Move ``--branching NAME`` (or ``--trainer.branching NAME``, ``--policy NAME``) from ``args`` to ``values``; the fields of what is chosen stay flags."""
     chosen = None
-    for at in reversed([at for at, arg in enumerate(args) if arg.partition("=")[0] in ("--branching", "--" + ".".join(path))]):
+    for at in reversed([at for at, arg in enumerate(args) if arg.partition("=")[0] in ("--" + path[-1], "--" + ".".join(path))]):
         chosen = args[at].partition("=")[2] or "".join(args[at + 1 : at + 2])
         del args[at : at + (1 if "=" in args[at] else 2)]
     if chosen is None:
@@ -352,8 +389,14 @@ def _overview() -> str:
             "",
             "Flags override the file. `arpo COMMAND --help` lists them; --branching NAME picks a strategy:",
             "  EntropyBranching, TopEntropyBranching, UniformBranching, RandomBranching, LowEntropyBranching, AuthorsBranching, NoBranching",
+            "--policy NAME says where tokens are sampled: Transformers, VLLM, Server (train takes the first two).",
         ]
     )
+
+
+def _engine(backend: AnyBackend, model: str) -> Any:
+    """A policy with weights of its own, made where it is to run."""
+    return backend.make(model, AutoTokenizer.from_pretrained(model))
 
 
 def _tracker(name: Literal["tensorboard", "wandb", "trackio"], run_dir: Path) -> Tracker:

@@ -40,6 +40,12 @@ class ARPOConfig(LearnerConfig):
     """Soft overlong punishment (DAPO, eq. 13): the reward falls by up to 1 over the last so many sampled tokens before ``overlong_limit``. 0: off."""
     overlong_limit: int = 0
     """Sampled tokens of a trajectory at which the punishment is whole."""
+    max_staleness: int = 0
+    """Sample ahead while the learner works: a token may be sampled by weights this many updates older than those it trains. 0: on-policy."""
+    update_in_flight: bool = False
+    """With ``max_staleness``: give the policy new weights in the middle of its turns, each token recording its version, instead of when a batch is complete."""
+    max_mismatch: float = 0.2
+    """Stop the run when sampler and learner disagree about the log-probabilities of sampled tokens by more than this in the mean, in nats."""
     eval_every: int = 0
     """Evaluate after every so many steps; 0: only when asked."""
     eval_tasks: int = 200
@@ -66,11 +72,18 @@ class ARPOConfig(LearnerConfig):
                 f"rollout.top_p must be 1 in training, got {self.rollout.top_p}: the learner's probabilities are over the full vocabulary,"
                 " so the ratio would not start at 1"
             )
+        self._check_counts()
+
+    def _check_counts(self) -> None:
         for name in ("steps", "tasks_per_step", "save_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("lora_rank", "resample_rounds", "overlong_buffer", "eval_every", "record_every"):
+        for name in ("lora_rank", "resample_rounds", "max_staleness", "overlong_buffer", "eval_every", "record_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.update_in_flight and not self.max_staleness:
+            raise ValueError("update_in_flight=True needs max_staleness of at least 1, got 0: without it nothing is under way during an update")
+        if not self.max_mismatch > 0:
+            raise ValueError(f"max_mismatch must be greater than 0, got {self.max_mismatch}")
         if self.overlong_buffer > self.overlong_limit:
             raise ValueError(f"overlong_buffer must be at most overlong_limit={self.overlong_limit}, got {self.overlong_buffer}")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 
 import gymnasium
+from torch import nn
 
 from arpo_algo.config import ARPOConfig
+from arpo_algo.distributed import Ranks
 from arpo_algo.metrics import count_calls
+from arpo_algo.policies.base import AdapterServer, Policy
 from arpo_algo.rollout import EnvSource
 from arpo_algo.tree import RolloutTree
 from arpo_env.core import fork_support
@@ -95,3 +99,47 @@ def warn_of_silence(trees: Sequence[RolloutTree], config: ARPOConfig, has_tools:
             config.rollout.max_turn_tokens,
             config.rollout.max_context,
         )
+
+
+def check_overlap(policy: Policy | None, model: nn.Module, config: ARPOConfig) -> None:
+    """Raises ``ValueError`` where the policy cannot sample while the learner works, and is asked to."""
+    if config.max_staleness == 0 or policy is None:
+        return
+    if getattr(policy, "model", None) is model:
+        raise ValueError(f"max_staleness={config.max_staleness} samples during updates, which needs a policy with weights of its own: pass policy=, got none")
+    if getattr(policy, "sleeps", False):
+        raise ValueError(f"max_staleness={config.max_staleness} samples during updates, but this {type(policy).__name__} sleeps meanwhile (sleeps=True)")
+    take = getattr(policy, "update_weights", None)
+    if config.update_in_flight and (take is None or "keep_requests" not in inspect.signature(take).parameters):
+        raise ValueError(f"update_in_flight=True needs a policy whose turns go on with new weights, as VLLMPolicy's do; {type(policy).__name__}'s do not")
+
+
+def check_adapters(policy: Policy | None, config: ARPOConfig, ranks: Ranks) -> None:
+    """Raises ``ValueError`` where the policy serves LoRA adapters and the learner has none to give, or has them in parts."""
+    if not isinstance(policy, AdapterServer) or not policy.serves_adapters:
+        return
+    if not config.lora_rank:
+        raise ValueError(f"this {type(policy).__name__} serves LoRA adapters, but lora_rank=0 trains the model's own weights; set lora_rank")
+    if ranks.size > 1:
+        raise ValueError(f"adapters are served from a learner of one rank, got {ranks.size}; a policy that takes whole weights is sent them merged")
+
+
+def check_mismatch(metrics: Mapping[str, float], config: ARPOConfig) -> None:
+    """Raises :class:`RunStopped` where the sampler's log-probabilities are not the learner's."""
+    mean = metrics.get("mismatch/mean_abs", 0.0)
+    if mean > config.max_mismatch:
+        raise RunStopped(
+            f"the sampler's log-probabilities differ from the learner's by {mean:.3g} nats a token in the mean, {metrics['mismatch/max_abs']:.3g} at most"
+            f" (max_mismatch={config.max_mismatch}): it samples with other weights, in another precision, or at another temperature"
+        )
+
+
+def check_staleness(trees: Sequence[RolloutTree], version: int, config: ARPOConfig) -> dict[str, float]:
+    """Weight updates between the sampling of a token and its training, over sampled tokens, each once; ``version``: of the weights that are trained.
+
+    Raises ``AssertionError`` where one passed ``config.max_staleness``, which the schedule rules out.
+    """
+    ages = [version - v for tree in trees for node in tree.nodes if node.sampled for v in (node.versions or [node.version] * len(node.token_ids))]
+    if ages and max(ages) > config.max_staleness:
+        raise AssertionError(f"a token was sampled {max(ages)} updates before its training, max_staleness={config.max_staleness}")
+    return {"staleness/mean": sum(ages) / max(len(ages), 1), "staleness/max": float(max(ages, default=0))}

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Sequence, Sized
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gymnasium
-import numpy as np
 from torch import nn
 
 from arpo_algo.advantages import Assignment, Estimator, group_advantages, soft
@@ -32,16 +28,23 @@ from arpo_algo.checkpoint import (
 )  # fmt: skip
 from arpo_algo.codec import ChatCodec, Codec
 from arpo_algo.config import ARPOConfig
+from arpo_algo.distributed import Ranks
 from arpo_algo.evaluate import EvalResult, evaluate
-from arpo_algo.health import TOKEN_LIMITS, check_env, check_health, check_not_empty, warn_of_silence
-from arpo_algo.learner import Learner, add_lora
+from arpo_algo.health import check_adapters, check_env, check_health, check_mismatch, check_not_empty, check_overlap, check_staleness, warn_of_silence
+from arpo_algo.interrupt import Interrupt
+from arpo_algo.learner import Learner
+from arpo_algo.loading import PolicySource, load_model, make_policy
 from arpo_algo.losses import KLEstimator, PolicyLoss, clipped_surrogate, kl_k3
 from arpo_algo.metrics import rollout_metrics
+from arpo_algo.overlong import shape_overlong
 from arpo_algo.packing import Rows, Weigh, pad_groups, trajectory_mean
+from arpo_algo.pipeline import Pipeline
+from arpo_algo.policies.base import AdapterServer, ServedPolicy, Sleeper
 from arpo_algo.policies.transformers import TransformersPolicy
 from arpo_algo.recording import write_rollouts
 from arpo_algo.rollout import EnvSource, PromptTooLong, derive_seed
 from arpo_algo.sampler import LocalSampler, Sampler, run_async
+from arpo_algo.task_order import TaskOrder
 from arpo_algo.tracking import Console, JsonLines, Tracker, Trackers
 from arpo_algo.tree import RolloutTree
 from arpo_algo.versions import versions
@@ -65,6 +68,17 @@ class TrainResult:
     interrupted: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """What one step trains on."""
+
+    rows: Rows
+    metrics: dict[str, float]
+    """Of the rollouts."""
+    cursor: int
+    """Tasks drawn up to and with this batch."""
+
+
 class ARPOTrainer:
     """Trains a policy by ARPO on an environment.
 
@@ -79,7 +93,9 @@ class ARPOTrainer:
         loss, kl, weigh: the objective: see ``arpo_algo.losses`` and ``arpo_algo.packing``.
         estimate, assign: rewards of a group -> a number for each trajectory -> one for each of its tokens: see ``arpo_algo.advantages``.
         ref_model: another reference for the KL term than the model as it is now.
-        sampler: what samples the groups; by default this process.
+        policy: what samples where that is not the model itself: a policy with weights of its own (``VLLMPolicy``), which is sent the new ones after each
+            update, or a function that makes one, called on rank 0 alone.
+        sampler: what samples the groups with the policy; by default this process.
         trackers: where metrics go besides ``run_dir/metrics.jsonl`` and the terminal.
         run_dir: metrics, rollouts and checkpoints; must be new, or hold a run with the same settings to resume.
     """
@@ -100,6 +116,7 @@ class ARPOTrainer:
         estimate: Estimator | None = None,
         assign: Assignment = soft,
         ref_model: nn.Module | None = None,
+        policy: PolicySource | None = None,
         sampler: Sampler | None = None,
         trackers: Sequence[Tracker] = (),
         run_dir: str | Path = "runs/arpo",
@@ -110,67 +127,118 @@ class ARPOTrainer:
         self._has_tools = check_env(env, self.config)
         if self.config.eval_every and eval_tasks is None:
             raise ValueError(f"eval_every={self.config.eval_every} needs eval_tasks, the tasks to evaluate on")
-        self.policy = _policy(model, tokenizer, self.config)
-        self.model, self.tokenizer = self.policy.model, self.policy.tokenizer
-        self.sampler: Sampler = sampler if sampler is not None else LocalSampler(env=env, policy=self.policy)
-        self.codec: Codec = codec if codec is not None else ChatCodec(self.tokenizer)
-        self.learner = Learner(self.model, self.config, loss=loss, kl=kl, ref_model=ref_model)
-        self.tasks: TaskSource | None = tasks if tasks is not None else _own_tasks(env)
+        self.order = TaskOrder(tasks if tasks is not None else _own_tasks(env), self.config.seed)
         self.eval_tasks = eval_tasks
-        check_not_empty(tasks=self.tasks, eval_tasks=eval_tasks)
+        check_not_empty(tasks=self.order.tasks, eval_tasks=eval_tasks)
+        self.ranks = Ranks.current()
+        self.model, self.tokenizer = load_model(model, tokenizer, self.config, self.ranks.device)
+        self.codec: Codec = codec if codec is not None else ChatCodec(self.tokenizer)
+        self.policy = make_policy(policy, self.model, self.tokenizer, self.ranks)
+        check_overlap(self.policy, self.model, self.config)
+        check_adapters(self.policy, self.config, self.ranks)
+        self._shared = self.policy if isinstance(self.policy, TransformersPolicy) and self.policy.model is self.model else None
+        """The policy, where it samples with the learner's own weights."""
+        self.sampler = sampler
+        self.learner = Learner(self.model, self.config, loss=loss, kl=kl, ref_model=ref_model, ranks=self.ranks)
         self.weigh, self.assign, self.trackers = weigh, assign, list(trackers)
         self.estimate: Estimator = estimate if estimate is not None else partial(group_advantages, scale_by_std=self.config.scale_by_std)
         self.step = 0
         """Steps done."""
         self.cursor = 0
-        """Tasks drawn so far."""
-        self._interrupted = False
-        self._counted: dict[str, float] = {}
+        """Tasks drawn for these steps."""
+        self._drawn = 0
+        """Tasks drawn so far, those of batches sampled ahead included."""
+        self._first_version = 0
+        """Version of the policy at step 0."""
 
     def train(self) -> TrainResult:
-        """Run to ``config.steps``, resuming from ``run_dir`` where it holds a checkpoint. Ctrl-C ends it after the step in progress, saved."""
+        """Run to ``config.steps``, resuming from ``run_dir`` where it holds a checkpoint. Ctrl-C ends it after the step in progress, saved.
+
+        Under several ranks every rank calls it; rank 0 samples and writes.
+        """
         self._open_run()
-        trackers = Trackers([JsonLines(self.run_dir / "metrics.jsonl", resume_step=self.step + 1), Console(self.config.steps), *self.trackers])
-        metrics: dict[str, float] = {}
+        trackers, metrics = self._trackers(), dict[str, float]()
+        ahead = self.config.max_staleness if self.ranks.is_main else 0
         try:
-            with self._interruptible():
-                while self.step < self.config.steps and not self._interrupted:
-                    started = time.monotonic()
-                    trees = self.sample()
-                    rolled_out = time.monotonic()
-                    rows, metrics = self.assemble(trees)
-                    updated = self.learner.update(rows)
-                    self.policy.weights_updated()
-                    self.step += 1
-                    metrics["groups/skipped"] = float(self.config.tasks_per_step - len(trees))
-                    metrics |= self._telemetry()
-                    metrics |= updated | _seconds(trees, rollout=rolled_out - started, update=updated.pop("seconds"))
-                    if self.config.eval_every and self.step % self.config.eval_every == 0:
-                        metrics |= {f"eval/{name}": value for name, value in self.evaluate().to_dict().items()}
+            with Interrupt() as interrupt, Pipeline(self._make_batch, first=self.step, last=self.config.steps, ahead=ahead) as pipeline:
+                stop = False
+                while self.step < self.config.steps and not stop:
+                    metrics = self._train_step(pipeline)
                     trackers.log(self.step, metrics)
-                    if self.step % self.config.save_every == 0 or self.step == self.config.steps or self._interrupted:
+                    stop = self.ranks.any(interrupt.asked)
+                    if self.step % self.config.save_every == 0 or self.step == self.config.steps or stop:
                         self.save()
         finally:
             trackers.close()
-        folder = latest_checkpoint(self.run_dir / "checkpoints")
+        folder = self.ranks.broadcast_from_main(lambda: latest_checkpoint(self.run_dir / "checkpoints"))
         assert folder is not None
-        return TrainResult(step=self.step, checkpoint=folder, metrics=metrics, interrupted=self._interrupted)
+        return TrainResult(step=self.step, checkpoint=folder, metrics=metrics, interrupted=stop)
+
+    def _train_step(self, pipeline: Pipeline[StepBatch]) -> dict[str, float]:
+        """One step of all ranks: a batch, an update, the new weights into the policy; returns its metrics."""
+        started = time.monotonic()
+        batch = self.ranks.broadcast_from_main(pipeline.get)
+        arrived = time.monotonic()
+        if isinstance(self.policy, Sleeper) and self.policy.sleeps:
+            self.policy.sleep()  # until new weights arrive
+        metrics = batch.metrics | self.learner.update(batch.rows)
+        self.step, self.cursor = self.step + 1, batch.cursor
+        check_mismatch(metrics, self.config)
+        updated = time.monotonic()
+        in_flight = self.config.update_in_flight
+        pipeline.publish(partial(self._send_weights, in_flight=in_flight), in_flight=in_flight)
+        metrics |= {"seconds/update": metrics.pop("seconds"), "seconds/waited": arrived - started, "seconds/weights": time.monotonic() - updated}
+        if self.config.eval_every and self.step % self.config.eval_every == 0:
+            metrics |= self.ranks.broadcast_from_main(lambda: pipeline.between(self._evaluation))
+        return metrics
+
+    def _evaluation(self) -> dict[str, float]:
+        return {f"eval/{name}": value for name, value in self.evaluate().to_dict().items()}
+
+    def _trackers(self) -> Trackers:
+        """Where the metrics go; nowhere on ranks other than 0."""
+        if not self.ranks.is_main:
+            return Trackers([])
+        return Trackers([JsonLines(self.run_dir / "metrics.jsonl", resume_step=self.step + 1), Console(self.config.steps), *self.trackers])
+
+    def _send_weights(self, *, in_flight: bool = False) -> None:
+        """Put the learner's weights in place in the policy; the ranks take part in gathering them."""
+        if self._shared is not None:
+            self._shared.weights_updated()
+        elif isinstance(self.policy, AdapterServer) and self.policy.serves_adapters:
+            self.policy.update_adapter(self.model)
+        elif self.policy is not None:
+            take: Any = self.policy.update_weights
+            self.learner.give_weights(partial(take, keep_requests=True) if in_flight else take)
+        else:
+            self.learner.give_weights(list)  # gathering them takes all ranks; rank 0 is the one that keeps them
+
+    def _make_batch(self, step: int) -> StepBatch:
+        """Sample and assemble the batch of a step; with ``max_staleness`` in the thread of the pipeline."""
+        started, before = time.monotonic(), self._telemetry()
+        trees = self.sample(step)
+        sampled = time.monotonic()
+        stale = check_staleness(trees, self._first_version + step, self.config)
+        rows, metrics = self.assemble(trees, step)
+        metrics |= stale | {"groups/skipped": float(self.config.tasks_per_step - len(trees))}
+        metrics |= {"seconds/rollout": sampled - started, "seconds/tools": math.fsum(tree.env_seconds for tree in trees)}
+        metrics |= {f"telemetry/{name}": value - before.get(name, 0.0) for name, value in self._telemetry().items()}
+        return StepBatch(rows=rows, metrics=metrics, cursor=self._drawn)
 
     def _telemetry(self) -> dict[str, float]:
-        """What the environment's tools counted since the last step: calls, seconds, retries, failures, as ``telemetry/<tool>.<count>``."""
+        """What the environment's tools have counted: calls, seconds, retries, failures."""
         counters = getattr(self.env.unwrapped, "telemetry", None) if isinstance(self.env, gymnasium.Env) else None
-        now: dict[str, float] = counters.snapshot() if counters is not None else {}
-        before, self._counted = self._counted, now
-        return {f"telemetry/{name}": value - before.get(name, 0.0) for name, value in now.items()}
+        return counters.snapshot() if counters is not None else {}
 
-    def sample(self) -> list[RolloutTree]:
-        """The groups of the next step; those without a signal replaced as ``config.resample_rounds`` allows."""
+    def sample(self, step: int | None = None) -> list[RolloutTree]:
+        """The groups of a step, by default the next; those without a signal replaced as ``config.resample_rounds`` allows."""
+        step = self.step if step is None else step
         trees: list[RolloutTree] = []
         for round_ in range(1 + self.config.resample_rounds):
             wanted = self.config.tasks_per_step - sum(tree.has_signal for tree in trees)
             if wanted == 0:
                 break
-            new = self._sample_groups(wanted, round_)
+            new = self._sample_groups(step, wanted, round_)
             check_health(new, self.config)
             warn_of_silence(new, self.config, self._has_tools)
             spare = [tree for tree in trees if not tree.has_signal]
@@ -180,26 +248,37 @@ class ARPOTrainer:
             tree.group = group
         return trees
 
-    def _sample_groups(self, n: int, round_: int) -> list[RolloutTree]:
+    def _sample_groups(self, step: int, n: int, round_: int) -> list[RolloutTree]:
         """``n`` groups, fewer where a prompt does not fit; further tasks are drawn, a bounded number of times, when none does."""
         for attempt in range(MAX_REDRAWS + 1):
-            seed = derive_seed(self.config.seed, self.step, round_, attempt)
+            seed = derive_seed(self.config.seed, step, round_, attempt)
             try:
-                return self.sampler.sample(self.codec, self.config, self._draw(n), seed=seed)
+                return self._sampler().sample(self.codec, self.config, self._draw(n), seed=seed)
             except PromptTooLong:
-                if attempt == MAX_REDRAWS or self.tasks is None:
+                if attempt == MAX_REDRAWS or self.order.tasks is None:
                     raise
         raise AssertionError("the loop returns or raises")
 
-    def assemble(self, trees: Sequence[RolloutTree]) -> tuple[Rows, dict[str, float]]:
-        """The batch of a step and the metrics of its rollouts; writes the trees to disk."""
+    def _sampler(self) -> Sampler:
+        if self.sampler is not None:
+            return self.sampler
+        return LocalSampler(env=self.env, policy=self._sampling_policy())
+
+    def _sampling_policy(self) -> ServedPolicy:
+        if self.policy is None:
+            raise RuntimeError(f"rank {self.ranks.rank} of {self.ranks.size} does not sample; rank 0 does")
+        return self.policy
+
+    def assemble(self, trees: Sequence[RolloutTree], step: int | None = None) -> tuple[Rows, dict[str, float]]:
+        """The rows of a step, by default the next, and the metrics of its rollouts; writes the trees to disk."""
+        step = self.step if step is None else step
         for tree in trees:
-            _shape_overlong(tree, self.config)
+            shape_overlong(tree, self.config)
         advantages = [self.estimate(tree.rewards_M, tree.scored_M) for tree in trees]
         assigned = [self.assign(tree, values) for tree, values in zip(trees, advantages, strict=True)]
         rows = pad_groups(trees, assigned, pad_id=_pad_id(self.tokenizer), weigh=self.weigh)
-        if self.config.record_every and self.step % self.config.record_every == 0:
-            write_rollouts(self.run_dir / "rollouts", self.step + 1, trees, decode=self.codec.decode, advantages=advantages)
+        if self.config.record_every and step % self.config.record_every == 0:
+            write_rollouts(self.run_dir / "rollouts", step + 1, trees, decode=self.codec.decode, advantages=advantages)
         return rows, rollout_metrics(trees, advantages)
 
     def evaluate(self, tasks: TaskSource | None = None, n: int | None = None, *, samples: int = 1, temperature: float = 0.0) -> EvalResult:
@@ -208,11 +287,12 @@ class ARPOTrainer:
         if tasks is None:
             raise ValueError("nothing to evaluate on: pass tasks here or eval_tasks to the trainer")
         chosen = first_tasks(tasks, n if n is not None else self.config.eval_tasks)
-        running = evaluate(self.env, self.policy, self.codec, chosen, self.config.rollout, samples=samples, temperature=temperature, seed=self.config.seed)
+        policy, rollout = self._sampling_policy(), self.config.rollout
+        running = evaluate(self.env, policy, self.codec, chosen, rollout, samples=samples, temperature=temperature, seed=self.config.seed)
         return run_async(running)
 
     def save(self) -> Path:
-        """Write a checkpoint of the present step."""
+        """Write a checkpoint of the present step; every rank takes part."""
         checkpoints = self.run_dir / "checkpoints"
         folder = save_checkpoint(
             checkpoint_folder(checkpoints, self.step),
@@ -222,23 +302,39 @@ class ARPOTrainer:
             trainer_state={"step": self.step, "cursor": self.cursor},
             rng=rng_state(),
             config=self.describe(),
+            ranks=self.ranks,
         )
-        prune_checkpoints(checkpoints, keep=self.config.keep_checkpoints)
+        if self.ranks.is_main:
+            prune_checkpoints(checkpoints, keep=self.config.keep_checkpoints)
         return folder
 
-    # -- the run's folder, tasks, interruption -------------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Free the policy, where the trainer was given one or made it."""
+        if self.policy is not None:
+            self.policy.close()
+
+    # -- the run's folder and tasks ------------------------------------------------------------------------------------------------------------------
 
     def _open_run(self) -> None:
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        folder = latest_checkpoint(self.run_dir / "checkpoints")
+        folder = self.ranks.broadcast_from_main(lambda: latest_checkpoint(self.run_dir / "checkpoints"))
         if folder is not None:
             self._resume(folder)
-        elif (self.run_dir / "metrics.jsonl").exists():
+        if self._shared is None:
+            self._send_weights()  # the policy may hold others
+        if self.policy is not None:
+            self._first_version = self.policy.version - self.step
+        if self.ranks.is_main:
+            self._describe_run(fresh=folder is None)
+
+    def _describe_run(self, *, fresh: bool) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        if fresh and (self.run_dir / "metrics.jsonl").exists():
             log.warning("%s holds a run without a checkpoint; it starts again from step 0", self.run_dir)
         isolation = str(getattr(self.env.unwrapped, "isolation", "")) if isinstance(self.env, gymnasium.Env) else ""
         if isolation:
             log.info("code of the policy runs at isolation level %r", isolation)
-        manifest = {"config": self.describe(), "versions": versions(), "isolation": isolation}
+        where = {"policy": type(self.policy).__qualname__, "ranks": self.ranks.size}
+        manifest = {"config": self.describe(), **where, "versions": versions(), "isolation": isolation}
         (self.run_dir / "run.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
     def describe(self) -> dict[str, Any]:
@@ -262,44 +358,20 @@ class ARPOTrainer:
 
     def _resume(self, folder: Path) -> None:
         # A finished or interrupted run may be made longer; everything else must be as it was.
-        checkpoint = load_checkpoint(folder, config=self.describe(), may_differ=("steps", "total_steps"))
-        load_weights(self.model, checkpoint)
+        checkpoint = load_checkpoint(folder, config=self.describe(), may_differ=("steps", "total_steps"), ranks=self.ranks)
+        load_weights(self.model, checkpoint, self.ranks)
         self.learner.load_state_dict(checkpoint.learner_state)
-        self.step, self.cursor = checkpoint.trainer_state["step"], checkpoint.trainer_state["cursor"]
-        self.policy.weights_updated()
+        self.step = checkpoint.trainer_state["step"]
+        self.cursor = self._drawn = checkpoint.trainer_state["cursor"]
+        if self._shared is not None:
+            self._shared.weights_updated()
         restore_rng(checkpoint.rng)
         log.info("resumed %s at step %d", folder, self.step)
 
     def _draw(self, n: int) -> list[dict[str, Any] | None]:
-        """Reset options of the next ``n`` groups. A task set is gone through in a new random order in each epoch, an unlimited source in its own."""
-        numbers = range(self.cursor, self.cursor + n)
-        self.cursor += n
-        if self.tasks is None:
-            return [None] * n
-        if not isinstance(self.tasks, Sized):
-            return [{"task": self.tasks[number]} for number in numbers]
-        size = len(self.tasks)
-        orders = {epoch: np.random.default_rng([self.config.seed, epoch]).permutation(size) for epoch in {number // size for number in numbers}}
-        return [{"task": self.tasks[int(orders[number // size][number % size])]} for number in numbers]
-
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """The first Ctrl-C ends the run after this step; a second one at once."""
-        self._interrupted = False
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def handle(number: int, frame: object) -> None:
-            self._interrupted = True
-            signal.signal(signal.SIGINT, previous)
-            print("\ninterrupted: finishing this step, then saving; press Ctrl-C again to stop at once", flush=True)
-
-        previous = signal.signal(signal.SIGINT, handle)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous)
+        """Reset options of the next ``n`` groups."""
+        first, self._drawn = self._drawn, self._drawn + n
+        return self.order.options(first, n)
 
 
 def first_tasks(tasks: TaskSource, n: int) -> list[Task]:
@@ -308,43 +380,8 @@ def first_tasks(tasks: TaskSource, n: int) -> list[Task]:
     return [tasks[index] for index in range(min(n, size))]
 
 
-def overlong_penalty(length: int, *, limit: int, buffer: int) -> float:
-    """0 up to ``limit - buffer`` tokens, then linearly down to -1 at ``limit``. DAPO (arXiv:2503.14476), eq. 13."""
-    if buffer == 0:
-        return 0.0
-    return -min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
-
-
-def _shape_overlong(tree: RolloutTree, config: ARPOConfig) -> None:
-    for trajectory in tree.trajectories:
-        if config.drop_truncated and trajectory.stop_reason in TOKEN_LIMITS:
-            trajectory.scored = False
-        if penalty := overlong_penalty(trajectory.sampled_tokens, limit=config.overlong_limit, buffer=config.overlong_buffer):
-            trajectory.reward += penalty
-            trajectory.reward_parts["overlong"] = penalty
-
-
-def _policy(model: nn.Module | str | Path, tokenizer: Any, config: ARPOConfig) -> TransformersPolicy:
-    """The policy that samples, with fresh LoRA adapters where the config asks for them."""
-    if isinstance(model, str | Path):
-        loaded = TransformersPolicy.from_pretrained(model, tokenizer=tokenizer)
-        if not config.lora_rank:
-            return loaded
-        model, tokenizer = loaded.model, loaded.tokenizer
-    if tokenizer is None:
-        raise ValueError("a model object needs its tokenizer: ARPOTrainer(model, env, tokenizer=...)")
-    if config.lora_rank:
-        model = add_lora(model, rank=config.lora_rank, alpha=config.lora_alpha)
-    return TransformersPolicy(model, tokenizer)
-
-
 def _own_tasks(env: EnvSource) -> TaskSource | None:
     return getattr(env.unwrapped, "tasks", None) if isinstance(env, gymnasium.Env) else None
-
-
-def _seconds(trees: Sequence[RolloutTree], *, rollout: float, update: float) -> dict[str, float]:
-    tools = math.fsum(tree.env_seconds for tree in trees)
-    return {"seconds/rollout": rollout, "seconds/tools": tools, "seconds/update": update}
 
 
 def _pad_id(tokenizer: Any) -> int:

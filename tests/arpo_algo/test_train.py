@@ -21,10 +21,10 @@ import arpo_env
 from arpo_algo import Allocation, ARPOConfig, ARPOTrainer, NoBranching, RolloutConfig, TopEntropyBranching, UniformBranching
 from arpo_algo.advantages import hard, leave_one_out
 from arpo_algo.health import RunStopped, check_health
+from arpo_algo.overlong import overlong_penalty
 from arpo_algo.recording import read_rollouts, step_folder
 from arpo_algo.sampler import run_async
 from arpo_algo.tracking import read_jsonl
-from arpo_algo.train import overlong_penalty
 from arpo_env import ToolEnv
 from arpo_env.envs.world import WorldConfig, WorldTasks, world_vocabulary
 
@@ -137,7 +137,7 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path: Path, capsys: pytest.Captu
 def test_every_task_is_drawn_once_an_epoch_in_an_order_of_its_own(tmp_path: Path) -> None:
     tasks = arpo_env.TaskSet.from_rows([{"question": str(i), "answer": "x"} for i in range(5)])
     run = trainer(tmp_path, env=ToolEnv(tasks, reward=any_answer))
-    drawn = [option["task"].question for option in run._draw(7) + run._draw(8) if option]
+    drawn = [option["task"].question for option in run.order.options(0, 7) + run.order.options(7, 8) if option]
     epochs = [drawn[:5], drawn[5:10], drawn[10:]]
     assert all(sorted(epoch) == list("01234") for epoch in epochs)
     assert epochs[0] != epochs[1] or epochs[1] != epochs[2]
