@@ -347,6 +347,8 @@ def parse(name: str, args: Sequence[str]) -> Any:
     args = [_spelled(arg, {} if name == "check-env" else SHORTHANDS) for arg in args]
     _choose_type(values, ("trainer", "branching") if name == "train" else ("branching",), args)
     _choose_type(values, ("policy",), args)
+    if name == "train":
+        args = [arg for given in args for arg in ((given, "True") if given == "--ray" else (given,))]
     required = {f.name: tyro.MISSING for f in fields(command) if f.default is MISSING and f.default_factory is MISSING}
     blank = command(**required)
     # The file is checked by itself, then put before the flags as flags: an object built from the file alone would hold what follows from its values

@@ -457,7 +457,7 @@ async def sample_groups(
         async with asyncio.TaskGroup() as tasks:
             groups = [tasks.create_task(one(index)) for index in range(len(options))]
     except BaseExceptionGroup as errors:
-        raise _first(errors) from errors
+        raise first_error(errors) from errors
     results = [group.result() for group in groups]
     trees = [result for result in results if isinstance(result, RolloutTree)]
     if not trees and results:
@@ -465,7 +465,7 @@ async def sample_groups(
     return trees
 
 
-def _first(error: BaseException) -> BaseException:
+def first_error(error: BaseException) -> BaseException:
     """The first single error in nested groups: what a user wants to read."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

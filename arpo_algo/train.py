@@ -226,7 +226,10 @@ class ARPOTrainer:
         return StepBatch(rows=rows, metrics=metrics, cursor=self._drawn)
 
     def _telemetry(self) -> dict[str, float]:
-        """What the environment's tools have counted: calls, seconds, retries, failures."""
+        """What the environment's tools have counted, here or where the sampler has its environments: calls, seconds, retries, failures."""
+        elsewhere = getattr(self.sampler, "telemetry", None)
+        if elsewhere is not None:
+            return dict(elsewhere)
         counters = getattr(self.env.unwrapped, "telemetry", None) if isinstance(self.env, gymnasium.Env) else None
         return counters.snapshot() if counters is not None else {}
 

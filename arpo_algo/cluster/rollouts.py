@@ -27,7 +27,7 @@ from arpo_algo.config import ARPOConfig
 from arpo_algo.env_worker import EnvWorker
 from arpo_algo.policies.base import Generation, SamplingParams
 from arpo_algo.policies.pool import EngineLost, PolicyPool
-from arpo_algo.rollout import EnvSource, GroupSampler, PromptTooLong, _first, derive_seed
+from arpo_algo.rollout import EnvSource, GroupSampler, PromptTooLong, derive_seed, first_error
 from arpo_algo.sampler import run_async
 from arpo_algo.tree import RolloutTree
 
@@ -105,7 +105,7 @@ class RolloutActor:
         except PromptTooLong as error:
             return error
         except BaseExceptionGroup as errors:
-            raise _first(errors) from errors
+            raise first_error(errors) from errors
         finally:
             self.groups.discard(task)
 
@@ -204,7 +204,7 @@ class ClusterSampler:
         try:
             return await run.sample(options, max(1, config.rollout.max_live // config.rollout.group_size))
         except BaseExceptionGroup as errors:
-            raise _first(errors) from errors
+            raise first_error(errors) from errors
         finally:
             self.actors = [place.actor for place in run.places]
 

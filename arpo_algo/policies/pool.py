@@ -35,12 +35,12 @@ class EngineLost(RuntimeError):
 
 def copied(weights: Weights, version: int) -> Weights:
     """``weights`` in a form that can be read again later: a folder, or copies in memory, for the learner goes on to change its own."""
-    return weights if isinstance(weights, str | PathLike) else [(name, tensor.detach().clone()) for name, tensor in weights]
+    return weights if isinstance(weights, str | PathLike) else [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in weights]
 
 
 def listed(weights: Weights, version: int) -> Weights:
-    """``weights`` in a form that several members can read."""
-    return weights if isinstance(weights, str | PathLike) else list(weights)
+    """``weights`` in a form that several members can read, on the CPU: a GPU that trains has no room for them."""
+    return weights if isinstance(weights, str | PathLike) else [(name, tensor.detach().cpu()) for name, tensor in weights]
 
 
 @dataclass(slots=True, eq=False)

@@ -14,6 +14,7 @@ import torch
 
 from arpo_algo.policies.base import Generation, SamplingParams
 from arpo_algo.policies.decoding import DecodingStats
+from arpo_algo.policies.pool import EngineLost
 from arpo_algo.policies.sampling import seed_key
 from arpo_algo.policies.stops import Endings, StopDetector
 from arpo_algo.policies.vllm_worker import COLUMNS, version_of
@@ -23,7 +24,7 @@ Weights: TypeAlias = str | Iterable[tuple[str, torch.Tensor]]
 """The folder of a checkpoint, or named tensors."""
 
 
-class EngineStopped(RuntimeError):
+class EngineStopped(EngineLost):
     """The engine failed or was closed; nothing more can be sampled with it."""
 
 
