@@ -92,6 +92,10 @@ class Server:
     """Tokens of prompt and turn together; by default what the server says."""
     top_logprobs: int = 20
     """Log-probabilities asked for at each token, from which entropies are estimated."""
+    timeout: float = 600.0
+    """Seconds within which a turn must have come, further tries included."""
+    max_retries: int = 8
+    """Further tries where the server is out of reach, overloaded, or fails."""
 
     def make(self, model: str, tokenizer: Any) -> ClosingPolicy:
         from arpo_algo.policies.model_info import checkpoint_info, model_eos_ids
@@ -107,6 +111,8 @@ class Server:
             context_length=self.context_length,
             api_key=self.api_key,
             top_logprobs=self.top_logprobs,
+            timeout=self.timeout,
+            max_retries=self.max_retries,
         )
 
 

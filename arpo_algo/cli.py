@@ -33,6 +33,8 @@ from arpo_algo.evaluate import evaluate
 from arpo_algo.health import RunStopped
 from arpo_algo.loading import PolicySource
 from arpo_algo.metrics import rollout_metrics
+from arpo_algo.policies.pool import EngineLost
+from arpo_algo.policies.server_http import ServerError
 from arpo_algo.policies.transformers import TransformersPolicy
 from arpo_algo.recording import write_rollouts
 from arpo_algo.rollout import RolloutConfig, sample_groups
@@ -142,6 +144,8 @@ class Train(SamplingCommand):
                 result = trainer.train()
             finally:
                 trainer.close()
+            if not trainer.ranks.is_main:
+                return
         print(f"{'interrupted' if result.interrupted else 'done'} at step {result.step}; model in {result.checkpoint / 'model'}")
 
     def trained(self, policy: PolicySource | None, sampler: Sampler | None) -> training.ARPOTrainer:
@@ -311,8 +315,8 @@ class Doctor:
 
 COMMANDS: Mapping[str, type[Any]] = {"train": Train, "sft": SFT, "eval": Eval, "rollout": Rollout, "check-env": CheckEnv, "doctor": Doctor}
 
-USER_ERRORS = (ValueError, OSError, ImportError, ForkError, RunStopped, gymnasium.error.Error)
-"""What a wrong setting or a wrong environment raises: shown as one message. ARPO_DEBUG=1 shows the traceback."""
+USER_ERRORS = (ValueError, OSError, ImportError, ForkError, RunStopped, EngineLost, ServerError, gymnasium.error.Error)
+"""What a wrong setting, a wrong environment or a lost engine raises: shown as one message. ARPO_DEBUG=1 shows the traceback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

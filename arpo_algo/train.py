@@ -312,9 +312,10 @@ class ARPOTrainer:
         return folder
 
     def close(self) -> None:
-        """Free the policy, where the trainer was given one or made it."""
+        """Free the policy, whether the trainer was given it or made it, and leave the process group where the trainer opened it."""
         if self.policy is not None:
             self.policy.close()
+        self.ranks.close()
 
     # -- the run's folder and tasks ------------------------------------------------------------------------------------------------------------------
 

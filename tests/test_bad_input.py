@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +22,7 @@ from arpo_algo import ARPOConfig, ARPOTrainer, EntropyBranching, NoBranching, Pl
 from arpo_algo.cli import main
 from arpo_algo.health import RunStopped
 from arpo_algo.policies.scripted import ScriptedTurn
+from arpo_algo.policies.transformers import TransformersPolicy
 from arpo_algo.rollout import PromptTooLong
 from arpo_env import ToolEnv
 from arpo_env.envs.world import WorldConfig, world_vocabulary
@@ -445,3 +448,73 @@ def test_no_mcp_server(seen: str) -> None:
     with pytest.raises(MCPServerError) as error:
         arpo_env.MCPTools("no-such-program --option")
     assert seen in str(error.value), str(error.value)
+
+
+# -- policies and machines elsewhere -------------------------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command says on standard error, having failed in good order."""
+    assert main(arguments) == 1
+    return capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tiny")
+    build_model(TOKENIZER, hidden=16, layers=2, heads=2).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return str(folder)
+
+
+@case("vLLM is asked for and not installed", STARTS, "VLLMPolicy needs vLLM: pip install 'arpo[vllm]' for GPUs")
+def test_no_vllm(seen: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    known = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else known(name, *rest))
+    assert seen in run("train", "--model", model, "--policy", "VLLM", "--run_dir", str(tmp_path / "run"), capsys=capsys)
+    assert not (tmp_path / "run").exists()
+
+
+@case("Ray is asked for and not installed", STARTS, "needs Ray: pip install 'arpo[ray]'")
+def test_no_ray(seen: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [name for name in sys.modules if name.startswith("arpo_algo.cluster.") and not name.endswith("settings")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert seen in run("train", "--model", model, "--ray", "--run_dir", str(tmp_path / "run"), capsys=capsys)
+    assert not (tmp_path / "run").exists()
+
+
+@case("A server is to be trained", STARTS, "policy Server cannot train: it takes no weights; use Transformers or VLLM")
+def test_server_cannot_train(seen: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert seen in run("train", "--model", model, "--policy", "Server", capsys=capsys)
+
+
+@case("A server of one's own that does not answer", STARTS, "ServerError:")
+def test_no_server(seen: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound and not listening: every connection is refused
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
+        said = run("eval", "--model", model, "--policy", "Server", "--policy.url", url, "--policy.max_retries", "0", capsys=capsys)
+    assert seen in said and url.removesuffix("/v1") in said
+
+
+@case("Sampling ahead with the model that is trained", STARTS, "max_staleness=1 samples during updates, which needs a policy with weights of its own")
+def test_ahead_without_weights_of_its_own(seen: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        trainer(tmp_path, tool_env(), replace(CONFIG, max_staleness=1))
+    assert seen in str(error.value)
+
+
+@case(
+    "An engine that samples with other weights than those it was sent", STOPS, "it samples with other weights, in another precision, or at another temperature"
+)
+def test_other_weights(seen: str, tmp_path: Path) -> None:
+    class Deaf(TransformersPolicy):
+        def update_weights(self, weights: Any) -> None:
+            self.weights_updated()
+
+    policy = Deaf(build_model(TOKENIZER, hidden=16, layers=2, heads=2, seed=5), TOKENIZER)
+    with pytest.raises(RunStopped) as error:
+        trainer(tmp_path, tool_env(reward=lambda task, episode: float(sum(map(len, episode.turns)) % 3)), policy=policy).train()
+    assert seen in str(error.value)
+    assert not list(tmp_path.glob("checkpoints/*"))

@@ -58,12 +58,13 @@ def cluster(settings: RaySettings) -> Iterator[None]:
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # it shows every line of the terminal twice
     address = settings.address or os.environ.get("RAY_ADDRESS") or "local"
     own: dict[str, Any] = {}
     if address == "local":
         store = settings.object_store_mib
         own = {"num_cpus": settings.local_cpus, "object_store_memory": None if store is None else store << 20, "include_dashboard": False}
-    ray.init(address=address, logging_level=logging.WARNING, **own)
+    ray.init(address=address, logging_level=logging.WARNING, runtime_env={"worker_process_setup_hook": "arpo_algo.cluster.quiet.set_up"}, **own)
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from arpo_algo.policies import vllm_lora
-from arpo_algo.policies.vllm_worker import EntropyColumn
+from arpo_algo.policies.vllm_worker import EntropyColumn, refresh_heads
 
 BACKEND = "arpo_shared_memory"
 """Name of the back end in vLLM's ``WeightTransferConfig``."""
@@ -171,13 +171,6 @@ def check_complete(model: torch.nn.Module) -> None:
     if missing:
         shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise ValueError(f"missing parameters of {len(missing)} layers: {shown}")
-
-
-def refresh_heads(model: torch.nn.Module) -> None:
-    """Packs output heads anew. On the CPU one that is tied to the embedding keeps a packed copy of the old weights, silently."""
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding) and getattr(module, "cpu_linear", None) is not None:
-            module.quant_method.process_weights_after_loading(module)
 
 
 def _size(layer: torch.nn.Module) -> int:

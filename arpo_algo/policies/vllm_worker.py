@@ -10,6 +10,7 @@ theirs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,6 +32,8 @@ class EntropyColumn:
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         if runner.sampler is not None:
             runner.sampler = SamplerWithEntropy(runner.sampler)
+        if runner.model_config.hf_text_config.tie_word_embeddings:
+            logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_not_of_tied_heads)
 
     def replace_weights(self, path: str | None, tensors: Iterable[tuple[str, torch.Tensor]] | None) -> None:
         """Loads the weights of a checkpoint, or named tensors, in place of the present ones. The engine may not step meanwhile."""
@@ -39,15 +42,24 @@ class EntropyColumn:
 
     def adopt_version(self, version: int) -> None:
         """Completes an update, however the weights came: tokens are sampled by ``version`` from now on."""
-        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        for module in runner.get_model().modules():
-            # On the CPU an output head that is tied to the embedding keeps a packed copy of the old weights, silently.
-            if isinstance(module, VocabParallelEmbedding) and getattr(module, "cpu_linear", None) is not None:
-                module.quant_method.process_weights_after_loading(module)
+        refresh_heads(runner.get_model())
         if runner.sampler is not None:
             runner.sampler.version = version
+
+
+def refresh_heads(model: torch.nn.Module) -> None:
+    """Packs output heads anew. On the CPU one that is tied to the embedding keeps a packed copy of the old weights, silently."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and getattr(module, "cpu_linear", None) is not None:
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _not_of_tied_heads(record: logging.LogRecord) -> bool:
+    """False for vLLM's complaint at each update that a head without weights of its own was sent none."""
+    return "ParallelLMHead: Failed to load weights" not in record.getMessage()
 
 
 class SamplerWithEntropy:
