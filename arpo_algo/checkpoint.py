@@ -157,10 +157,10 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, ranks: Ranks | None =
     """
     if ranks is not None and ranks.size > 1:
         tensors: list[dict[str, torch.Tensor]] = []
-        ranks.broadcast_from_main(lambda: tensors.append(_own_weights(checkpoint)))
+        ranks.broadcast_from_main(lambda: tensors.append(_own_weights(model, checkpoint)))
         fill_weights(model, tensors[0] if tensors else None, ranks)
         return
-    tensors_of_all = _own_weights(checkpoint)
+    tensors_of_all = _own_weights(model, checkpoint)
     if hasattr(model, "peft_config"):
         from peft import set_peft_model_state_dict
 
@@ -172,10 +172,13 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, ranks: Ranks | None =
         copy_weights(model, tensors_of_all)
 
 
-def _own_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def _own_weights(model: Any, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """What a resumed run continues with: the exact adapter where there is one, else the model (which with LoRA on a base model on disk is the adapter)."""
     adapter = checkpoint.folder / "adapter"
-    return read_weights(adapter if adapter.exists() else checkpoint.model_path)
+    tensors = read_weights(adapter if adapter.exists() else checkpoint.model_path)
+    if not hasattr(model, "peft_config") and tensors.keys() - model.state_dict().keys():  # stored under other names than the model has: mixtures of experts
+        tensors = dict(type(model).from_pretrained(checkpoint.model_path, dtype="auto").state_dict())
+    return tensors
 
 
 def copy_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -226,8 +229,8 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    for number, value in enumerate(state["cuda"][: torch.cuda.device_count()]):  # the machine may have another number of them
+        torch.cuda.set_rng_state(value, number)
 
 
 @contextmanager
@@ -266,9 +269,9 @@ def _whole_parts(model: Any, ranks: Ranks) -> _Parts:
     """Gather what :func:`_save_parts` writes. Collective."""
     adapted = hasattr(model, "peft_config")
     adapter = {name: on_main(p, ranks) for name, p in model.named_parameters() if "lora_" in name} if adapted else None
-    weights = None
+    whole, weights = whole_weights(model), None  # what cannot be merged is refused here, on every rank
     if not adapted or not model.get_base_model().config.name_or_path:
-        weights = {name: tensor.cpu() for name, tensor in whole_weights(model) if ranks.is_main}
+        weights = {name: tensor.cpu() for name, tensor in whole if ranks.is_main}
     return _Parts(model=weights if ranks.is_main else None, adapter=adapter if ranks.is_main else None)  # type: ignore[arg-type]
 
 

@@ -133,6 +133,8 @@ class Train(SamplingCommand):
     def run(self) -> None:
         if isinstance(self.policy, Server):
             raise SettingsError("policy Server cannot train: it takes no weights; use Transformers or VLLM")
+        if self.ray and isinstance(self.policy, VLLM) and (self.policy.lora_rank is not None or self.policy.sleeps):
+            raise SettingsError("with ray, engines have GPUs of their own and take whole weights, LoRA merged: leave policy.lora_rank and policy.sleeps out")
         if self.ray:
             from arpo_algo.cluster.launch import ray_train
 

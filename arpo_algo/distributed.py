@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,7 +66,7 @@ class Ranks:
         if not distributed.is_initialized():
             if not all(os.environ.get(name) for name in _LAUNCHED) or int(os.environ["WORLD_SIZE"]) == 1:
                 return cls(device=_device(gpu=torch.cuda.is_available()))
-            gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            gpu = torch.cuda.is_available() and (torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) or _has_its_own_gpu())
             if gpu:
                 torch.cuda.set_device(_device(gpu=True))
             distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
@@ -134,7 +135,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the process groups that :meth:`current` opened. Idempotent."""
-        if self.size == 1:
+        if self.size == 1 or sys.exception() is not None:  # leaving takes all ranks; one that failed ends the others by its end
             return
         from torch import distributed
 
@@ -161,6 +162,11 @@ class Ranks:
     def _group(self, tensor: Tensor) -> Any:
         """The process group that takes a tensor of this device: one of nccl alone takes none on the CPU."""
         return self.objects if tensor.device.type == "cpu" else None
+
+
+def _has_its_own_gpu() -> bool:
+    """Whether the launcher shows this process one GPU alone, as SLURM does with ``--gpus-per-task=1``."""
+    return torch.cuda.device_count() == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",")
 
 
 def _device(*, gpu: bool) -> torch.device:

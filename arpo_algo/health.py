@@ -110,7 +110,8 @@ def check_overlap(policy: Policy | None, model: nn.Module, config: ARPOConfig) -
     if getattr(policy, "sleeps", False):
         raise ValueError(f"max_staleness={config.max_staleness} samples during updates, but this {type(policy).__name__} sleeps meanwhile (sleeps=True)")
     take = getattr(policy, "update_weights", None)
-    if config.update_in_flight and (take is None or "keep_requests" not in inspect.signature(take).parameters):
+    known = () if take is None else inspect.signature(take).parameters.values()
+    if config.update_in_flight and not any(p.name == "keep_requests" or p.kind is p.VAR_KEYWORD for p in known):
         raise ValueError(f"update_in_flight=True needs a policy whose turns go on with new weights, as VLLMPolicy's do; {type(policy).__name__}'s do not")
 
 
@@ -127,7 +128,7 @@ def check_adapters(policy: Policy | None, config: ARPOConfig, ranks: Ranks) -> N
 def check_mismatch(metrics: Mapping[str, float], config: ARPOConfig) -> None:
     """Raises :class:`RunStopped` where the sampler's log-probabilities are not the learner's."""
     mean = metrics.get("mismatch/mean_abs", 0.0)
-    if mean > config.max_mismatch:
+    if not mean <= config.max_mismatch:  # NaN too
         raise RunStopped(
             f"the sampler's log-probabilities differ from the learner's by {mean:.3g} nats a token in the mean, {metrics['mismatch/max_abs']:.3g} at most"
             f" (max_mismatch={config.max_mismatch}): it samples with other weights, in another precision, or at another temperature"

@@ -112,8 +112,10 @@ class Learner:
     def token_logprobs(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """Log-probabilities at the sampling temperature and entropies (nats, temperature 1) of the mask's tokens, both (R, T), 0 elsewhere; no gradient."""
         logprobs, entropies = (torch.zeros(rows.mask.shape, dtype=self.trainable[0].dtype, device=self.device) for _ in range(2))
+        counted = np.flatnonzero(rows.mask.any(1))
         with self._mode(), torch.no_grad():
-            for index in rank_micro_batches(rows, self.config.micro_batch_tokens, self.ranks):
+            for chosen in rank_micro_batches(rows.select(counted), self.config.micro_batch_tokens, self.ranks):
+                index = counted[chosen]
                 part = self._tensors(_with_a_row(rows.select(index)))
                 width, where = part.mask.shape[1], torch.as_tensor(index, device=self.device)
                 values = self.logprobs(part.token_ids, part.mask)
@@ -122,7 +124,9 @@ class Learner:
         return self.ranks.sum(logprobs), self.ranks.sum(entropies)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's whole weights one after another, on its device, under the names of ``from_pretrained``'s checkpoint; LoRA merged, tied weights once.
+        """The model's whole weights one after another, on its device; LoRA merged, tied weights once.
+
+        The names are the module's own, which for dense models are those of the checkpoint on disk.
 
         Collective: every rank must run the iterator to its end (``for _ in learner.weights(): pass``). All of them receive the tensors, since gathering gives
         them to all; the others than rank 0 have no use for them. :meth:`give_weights` sees to all that.
@@ -134,7 +138,7 @@ class Learner:
 
         ``take`` may leave the iterator early or raise. Its exception is raised here, and :class:`~arpo_algo.distributed.MainRankError` on the other ranks.
         """
-        weights = self.weights()
+        weights = self._when_asked()
         if not self.ranks.is_main:
             _exhaust(weights)
         self.ranks.broadcast_from_main(lambda: self._give(take, weights))
@@ -145,6 +149,19 @@ class Learner:
         finally:
             if self.ranks.size > 1:
                 _exhaust(weights)  # the other ranks are waiting in the gathering of the rest
+
+    def _when_asked(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights, gathered once rank 0 asks for the first: it may have to wait for a batch, longer than a gathering waits.
+
+        A ``map``, since a generator that is passed on by ``yield from`` is closed together with the other one, and the ranks would lose step.
+        """
+        weights = self.weights()  # what cannot be merged is refused here, on every rank
+
+        def gathered() -> Iterator[tuple[str, Tensor]]:
+            self.ranks.barrier()
+            yield from weights
+
+        return map(lambda pair: pair, gathered())
 
     def adapter(self) -> dict[str, Tensor]:
         """The LoRA tensors, whole, under the names of peft's adapter file. Raises ``ValueError`` where the model has none."""
@@ -223,7 +240,10 @@ class Learner:
     @torch.no_grad()
     def _ref_logprobs(self, batch: Batch) -> Tensor | None:
         if self.ref_logprobs is not None:
-            return self.ref_logprobs(batch.token_ids, batch.mask)[0]
+            try:
+                return self.ref_logprobs(batch.token_ids, batch.mask)[0]
+            finally:
+                reshard(self.ref_logprobs)
         if self.reference is None:
             return None
         with in_place(self.reference, self.trainable, self.logprobs):
@@ -251,11 +271,14 @@ class Learner:
         """Evaluation mode, dropout off; layers that checkpoint their activations do so only when they believe that they train, so they alone are told so."""
         self.model.eval()
         layers = [layer for layer in self.model.modules() if getattr(layer, "gradient_checkpointing", False)]
+        hooks = [hook for layer in layers for hook in _evaluating(layer)]
         for layer in layers:
             layer.training = True
         try:
             yield
         finally:
+            for hook in hooks:
+                hook.remove()
             self.model.eval()
             reshard(self.logprobs)
 
@@ -286,6 +309,16 @@ def add_lora(model: nn.Module, *, rank: int = 16, alpha: int = 32, target: str |
 def _exhaust(weights: Iterator[tuple[str, Tensor]]) -> None:
     for _ in weights:
         pass
+
+
+def _evaluating(layer: nn.Module) -> list[Any]:
+    """Hooks by which a layer whose checkpointing surrounds its forward does not train inside it: some drop activations themselves."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if not isinstance(layer, GradientCheckpointingLayer):
+        return []
+    before = layer.register_forward_pre_hook(lambda module, _: setattr(module, "training", False))
+    return [before, layer.register_forward_hook(lambda module, *_: setattr(module, "training", True), always_call=True)]
 
 
 def _with_a_row(rows: Rows) -> Rows:

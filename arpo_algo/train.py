@@ -131,7 +131,7 @@ class ARPOTrainer:
         self.eval_tasks = eval_tasks
         check_not_empty(tasks=self.order.tasks, eval_tasks=eval_tasks)
         self.ranks = Ranks.current()
-        self.model, self.tokenizer = load_model(model, tokenizer, self.config, self.ranks.device)
+        self.model, self.tokenizer = load_model(model, tokenizer, self.config, self.ranks)
         self.codec: Codec = codec if codec is not None else ChatCodec(self.tokenizer)
         self.policy = make_policy(policy, self.model, self.tokenizer, self.ranks)
         check_overlap(self.policy, self.model, self.config)

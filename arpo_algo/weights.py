@@ -5,7 +5,8 @@ A tensor at a time, so that no rank ever holds the whole model. All functions ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,9 +26,12 @@ def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     by peft's own rule; other changes that peft can make raise ``ValueError`` before anything is yielded. A tensor that is not gathered or merged is the
     model's own memory: use it before the weights change.
     """
-    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "adapter_layer_names")}  # what peft has put in, of any kind
+    owners = Counter(map(id, model.state_dict(keep_vars=True).values()))
     for name, module in adapted.items():
-        _check_mergeable(name, module)
+        _check_mergeable(name, module, owners)
+    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
+        raise ValueError("a prompt that is trained is no part of the weights: use LoRA or the model without an adapter")
     return _weights(model, adapted)
 
 
@@ -81,10 +85,13 @@ def _plain_name(name: str) -> str:
     return name.removeprefix(_PEFT_PREFIX).replace(_BASE_LAYER, "")
 
 
-def _check_mergeable(name: str, module: Any) -> None:
-    biased = any(module.lora_bias.values())
-    if not hasattr(module, "get_delta_weight") or module.lora_variant or module.lora_embedding_A or biased or len(module.active_adapters) != 1:
-        raise ValueError(f"{name}: only one plain LoRA without bias on linear layers can be merged, got {type(module).__name__} with {module.active_adapters}")
+def _check_mergeable(name: str, module: Any, owners: Mapping[int, int]) -> None:
+    weight = getattr(getattr(module, "base_layer", None), "weight", None)
+    plain = hasattr(module, "lora_A") and hasattr(module, "get_delta_weight") and isinstance(weight, Tensor) and not hasattr(module, "parameter_name")
+    if not plain or module.lora_variant or module.lora_embedding_A or any(module.lora_bias.values()) or module.merged or len(module.active_adapters) != 1:
+        raise ValueError(f"{name}: only one plain LoRA without bias on linear layers, not merged yet, can be merged, got {type(module).__name__}")
+    if owners[id(weight)] > 1:
+        raise ValueError(f"{name}: LoRA on one of several tied weights cannot be merged into both; leave it out of target_modules, or untie them")
 
 
 @torch.no_grad()
@@ -93,7 +100,7 @@ def _merged(base: Tensor, layer: Any) -> Tensor:
     weight = whole(base)
     with _whole_parameters(layer.lora_A[adapter]), _whole_parameters(layer.lora_B[adapter]):
         delta: Tensor = layer.get_delta_weight(adapter)
-    return weight + delta.to(weight.dtype)
+    return (weight + delta).to(weight.dtype)  # rounded once, as peft does
 
 
 @contextmanager
