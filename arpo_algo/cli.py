@@ -133,6 +133,10 @@ class Train(SamplingCommand):
     def run(self) -> None:
         if isinstance(self.policy, Server):
             raise SettingsError("policy Server cannot train: it takes no weights; use Transformers or VLLM")
+        if not self.ray and isinstance(self.policy, Transformers) and self.policy != Transformers():
+            raise SettingsError("the trained model samples itself here: policy.max_batch and policy.cache_mib are for eval, rollout and --ray")
+        if not self.ray and self.cluster != RaySettings():
+            raise SettingsError("settings of [cluster] need --ray")
         if self.ray and isinstance(self.policy, VLLM) and (self.policy.lora_rank is not None or self.policy.sleeps):
             raise SettingsError("with ray, engines have GPUs of their own and take whole weights, LoRA merged: leave policy.lora_rank and policy.sleeps out")
         if self.ray:
@@ -163,7 +167,7 @@ class Train(SamplingCommand):
             codec=self.codec_of(tokenizer),
             policy=policy,
             sampler=sampler,
-            trackers=[_tracker(name, self.run_dir) for name in self.track],
+            trackers=[_tracker(name, self.run_dir) for name in self.track] if int(os.environ.get("RANK", 0)) == 0 else [],  # of torchrun, Ray Train
             run_dir=self.run_dir,
         )
 

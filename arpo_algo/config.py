@@ -21,7 +21,7 @@ class ARPOConfig(LearnerConfig):
     branching: AnyBranching = field(default_factory=EntropyBranching)
     """Where to branch: one of ``arpo_algo.branching``, or an object of your own with its one method."""
     seed: int = 0
-    """Decides which tasks come when, every sampled token, and the order of rows in mini-batches."""
+    """Decides which tasks come when, every sampled token, the order of rows in mini-batches, and how adapters start."""
     lora_rank: int = 0
     """Train LoRA adapters of this rank on all linear layers instead of the model's own weights; 0: full fine-tuning. Needs ``arpo[lora]``."""
     lora_alpha: int = 32

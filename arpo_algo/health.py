@@ -129,9 +129,10 @@ def check_mismatch(metrics: Mapping[str, float], config: ARPOConfig) -> None:
     """Raises :class:`RunStopped` where the sampler's log-probabilities are not the learner's."""
     mean = metrics.get("mismatch/mean_abs", 0.0)
     if not mean <= config.max_mismatch:  # NaN too
+        older = f", or by weights up to max_staleness={config.max_staleness} updates older that have moved far since" if config.max_staleness else ""
         raise RunStopped(
             f"the sampler's log-probabilities differ from the learner's by {mean:.3g} nats a token in the mean, {metrics['mismatch/max_abs']:.3g} at most"
-            f" (max_mismatch={config.max_mismatch}): it samples with other weights, in another precision, or at another temperature"
+            f" (max_mismatch={config.max_mismatch}): it samples with other weights, in another precision, or at another temperature{older}"
         )
 
 

@@ -30,7 +30,11 @@ def load_model(model: nn.Module | str | Path, tokenizer: Any, config: ARPOConfig
         model = _load(model, ranks)
     if tokenizer is None:
         raise ValueError("a model object needs its tokenizer: ARPOTrainer(model, env, tokenizer=...)")
-    return (add_lora(model, rank=config.lora_rank, alpha=config.lora_alpha) if config.lora_rank else model), tokenizer
+    if config.lora_rank:
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            torch.manual_seed(config.seed)  # adapters start at random
+            model = add_lora(model, rank=config.lora_rank, alpha=config.lora_alpha)
+    return model, tokenizer
 
 
 def _load(path: str | Path, ranks: Ranks) -> nn.Module:
@@ -48,13 +52,25 @@ def _load(path: str | Path, ranks: Ranks) -> nn.Module:
     return whole
 
 
-def make_policy(source: PolicySource | None, model: nn.Module, tokenizer: Any, ranks: Ranks) -> ServedPolicy | None:
-    """What samples; None on the ranks that do not.
+def make_policy(source: PolicySource | None, model: nn.Module, tokenizer: Any, ranks: Ranks) -> ServedPolicy:
+    """What samples.
 
     Without a source it is the model itself; a model that will be sharded over several ranks cannot sample, so that a copy of it does, on rank 0.
     """
-    if not ranks.is_main:
-        return None
     if source is None:
-        return TransformersPolicy(model if ranks.size == 1 else copy.deepcopy(model).to(ranks.device), tokenizer)
-    return source if isinstance(source, ServedPolicy) else source()
+        return TransformersPolicy(model if ranks.size == 1 else _plain_copy(model).to(ranks.device), tokenizer)
+    given: Any = source
+    ready = isinstance(given, ServedPolicy) and not isinstance(given, type)
+    made = given() if callable(given) and not ready else given
+    if not isinstance(made, ServedPolicy):
+        raise TypeError(
+            f"a policy that trains takes new weights: expected one with update_weights and close, or a function that makes one, got {type(made).__name__}"
+        )
+    return made
+
+
+def _plain_copy(model: nn.Module) -> nn.Module:
+    """A copy that takes weights under the names of the checkpoint: without adapters, whose product comes merged."""
+    twin: Any = copy.deepcopy(model)
+    plain: nn.Module = twin.merge_and_unload() if hasattr(twin, "peft_config") else twin
+    return plain

@@ -5,8 +5,10 @@ entropies lie. It is enough to look at two extremes, if what a point gets depend
 as high as it can be and every rival's as low as it can be, and the reverse; the other windows likewise. That holds for thresholds, rankings, budgets, and
 rules blind to entropy. The strategy itself is asked what it would do there, so one written by a user needs nothing for it.
 
-Windows that several points share, such as the initial one of trajectories from the same root, have one entropy, whatever it is: it cancels out of a ranking.
-Equal windows are taken for shared: estimates and bounds that agree to the last bit come from the same distributions.
+Windows that several points share, such as the initial one of trajectories from the same root, have one entropy, whatever it is: it cancels out of a
+ranking. A rule that serves thresholds in row order (AuthorsBranching) depends on it in both directions at once; there a decision may be called settled that an
+initial entropy between its bounds would change. Equal windows are taken for shared: estimates and bounds that agree to the last bit come from the same
+distributions.
 """
 
 from __future__ import annotations

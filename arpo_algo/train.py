@@ -56,6 +56,13 @@ MAX_REDRAWS = 3
 """How often further tasks are drawn for a step whose prompts are all too long."""
 
 
+MAY_DIFFER = (
+    "steps", "total_steps", "save_every", "keep_checkpoints", "record_every", "max_mismatch", "max_failed_share", "max_unavailable_share",
+    "micro_batch_tokens", "logit_chunk_mib", "gradient_checkpointing", "accumulate_whole",
+)  # fmt: skip
+"""Settings with which a resumed run may differ from the one that wrote the checkpoint."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
     """What :meth:`ARPOTrainer.train` leaves behind."""
@@ -133,9 +140,9 @@ class ARPOTrainer:
         self.ranks = Ranks.current()
         self.model, self.tokenizer = load_model(model, tokenizer, self.config, self.ranks)
         self.codec: Codec = codec if codec is not None else ChatCodec(self.tokenizer)
-        self.policy = make_policy(policy, self.model, self.tokenizer, self.ranks)
-        check_overlap(self.policy, self.model, self.config)
-        check_adapters(self.policy, self.config, self.ranks)
+        self.policy: ServedPolicy | None = None
+        """What samples; None on ranks other than 0."""
+        self.ranks.broadcast_from_main(lambda: self._take_policy(policy))
         self._shared = self.policy if isinstance(self.policy, TransformersPolicy) and self.policy.model is self.model else None
         """The policy, where it samples with the learner's own weights."""
         self.sampler = sampler
@@ -151,11 +158,24 @@ class ARPOTrainer:
         self._first_version = 0
         """Version of the policy at step 0."""
 
+    def _take_policy(self, source: PolicySource | None) -> None:
+        """On rank 0. A policy that does not fit is closed again where it was made here."""
+        self.policy = make_policy(source, self.model, self.tokenizer, self.ranks)
+        try:
+            check_overlap(self.policy, self.model, self.config)
+            check_adapters(self.policy, self.config, self.ranks)
+        except BaseException:
+            if self.policy is not source:
+                self.policy.close()
+            raise
+
     def train(self) -> TrainResult:
         """Run to ``config.steps``, resuming from ``run_dir`` where it holds a checkpoint. Ctrl-C ends it after the step in progress, saved.
 
-        Under several ranks every rank calls it; rank 0 samples and writes.
+        Under several ranks every rank calls it; rank 0 samples and writes. (torchrun kills its processes 30 seconds after a Ctrl-C: give its
+        ``--shutdown-timeout`` more than a step takes.)
         """
+        self._drawn = self.cursor  # what an earlier call sampled ahead was not trained on
         self._open_run()
         trackers, metrics = self._trackers(), dict[str, float]()
         ahead = self.config.max_staleness if self.ranks.is_main else 0
@@ -164,10 +184,14 @@ class ARPOTrainer:
                 stop = False
                 while self.step < self.config.steps and not stop:
                     metrics = self._train_step(pipeline)
-                    trackers.log(self.step, metrics)
                     stop = self.ranks.any(interrupt.asked)
                     if self.step % self.config.save_every == 0 or self.step == self.config.steps or stop:
-                        self.save()
+                        self.save()  # before the evaluation, which may fail or be what a second Ctrl-C ends
+                    try:
+                        if self.config.eval_every and self.step % self.config.eval_every == 0:
+                            metrics |= self.ranks.broadcast_from_main(partial(pipeline.between, self._evaluation))
+                    finally:
+                        trackers.log(self.step, metrics)
         finally:
             trackers.close()
         folder = self.ranks.broadcast_from_main(lambda: latest_checkpoint(self.run_dir / "checkpoints"))
@@ -184,13 +208,16 @@ class ARPOTrainer:
         metrics = batch.metrics | self.learner.update(batch.rows)
         self.step, self.cursor = self.step + 1, batch.cursor
         check_mismatch(metrics, self.config)
-        updated = time.monotonic()
-        in_flight = self.config.update_in_flight
-        pipeline.publish(partial(self._send_weights, in_flight=in_flight), in_flight=in_flight)
-        metrics |= {"seconds/update": metrics.pop("seconds"), "seconds/waited": arrived - started, "seconds/weights": time.monotonic() - updated}
-        if self.config.eval_every and self.step % self.config.eval_every == 0:
-            metrics |= self.ranks.broadcast_from_main(lambda: pipeline.between(self._evaluation))
-        return metrics
+        updated, sending = time.monotonic(), list[float]()
+
+        def send() -> None:
+            self.ranks.barrier()  # rank 0 may come from waiting for the batch under way
+            sending.append(time.monotonic())
+            self._send_weights(in_flight=self.config.update_in_flight)
+
+        pipeline.publish(send, in_flight=self.config.update_in_flight)
+        waited = arrived - started + sending[0] - updated
+        return metrics | {"seconds/update": metrics.pop("seconds"), "seconds/waited": waited, "seconds/weights": time.monotonic() - sending[0]}
 
     def _evaluation(self) -> dict[str, float]:
         return {f"eval/{name}": value for name, value in self.evaluate().to_dict().items()}
@@ -361,8 +388,8 @@ class ARPOTrainer:
         return dict(json.loads(json.dumps(described, default=repr)))
 
     def _resume(self, folder: Path) -> None:
-        # A finished or interrupted run may be made longer; everything else must be as it was.
-        checkpoint = load_checkpoint(folder, config=self.describe(), may_differ=("steps", "total_steps"), ranks=self.ranks)
+        # A run may be made longer, go on with other limits, and on another machine; what decides about its numbers must be as it was.
+        checkpoint = load_checkpoint(folder, config=self.describe(), may_differ=MAY_DIFFER, ranks=self.ranks)
         load_weights(self.model, checkpoint, self.ranks)
         self.learner.load_state_dict(checkpoint.learner_state)
         self.step = checkpoint.trainer_state["step"]

@@ -32,7 +32,7 @@ def any_answer(task: arpo_env.Task, episode: arpo_env.Episode) -> float:
     return float(sum(map(len, episode.turns)) % 3)
 
 
-def trainer(run_dir: Path, steps: int = 4) -> ARPOTrainer:
+def trainer(run_dir: Path, steps: int = 4, **options: Any) -> ARPOTrainer:
     from tiny_policy import build_model, build_tokenizer
 
     tokenizer = build_tokenizer(world_vocabulary(WorldConfig()))
@@ -43,6 +43,7 @@ def trainer(run_dir: Path, steps: int = 4) -> ARPOTrainer:
         tasks_per_step=2,
         lr=1e-3,
         kl_coef=0.1,
+        **options,
         save_every=2,
         eval_every=2,
         eval_tasks=2,
@@ -75,6 +76,8 @@ def on_two_ranks(out: Path) -> None:
     assert trainer(out / "two").train().step == 4
     for steps in (2, 4):
         assert trainer(out / "parts", steps).train().step == steps
+
+    assert trainer(out / "lora", 2, lora_rank=2).train().metrics["mismatch/max_abs"] < 1e-5
 
     failing = trainer(out / "failing")
     failing.sampler = Failing()
@@ -118,6 +121,13 @@ def test_two_ranks_write_the_run_that_one_writes(out: Path) -> None:
     left, right = (read_weights(out / name / "checkpoints" / "step-000004" / "model") for name in ("one", "two"))
     assert left.keys() == right.keys()
     assert all((left[name] - right[name]).abs().max() < 1e-5 for name in left)
+
+
+@pytest.mark.timeout(600)
+def test_adapters_are_trained_by_two_ranks_as_by_one(out: Path) -> None:
+    trainer(out / "lora-one", 2, lora_rank=2).train()
+    for a, b in zip(read_jsonl(out / "lora-one" / "metrics.jsonl"), read_jsonl(out / "lora" / "metrics.jsonl"), strict=True):
+        assert a["reward/mean"] == b["reward/mean"] and math.isclose(a["grad_norm"], b["grad_norm"], rel_tol=1e-4)
 
 
 @pytest.mark.timeout(600)

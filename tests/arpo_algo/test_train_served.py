@@ -218,3 +218,66 @@ def test_a_policy_that_serves_adapters_is_given_the_adapter_and_only_by_a_learne
     run = trainer(tmp_path, replace(CONFIG, steps=2, lora_rank=2), policy=Adapting)
     run.train()
     assert given == [run.model] * 3
+
+
+def test_an_evaluation_that_fails_loses_neither_the_step_nor_its_metrics(tmp_path: Path) -> None:
+    run = trainer(tmp_path, replace(CONFIG, steps=2, save_every=2, eval_every=2, eval_tasks=2), eval_tasks=WorldTasks(WorldConfig(split="test")))
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("the judge is down")
+
+    run.evaluate = fails  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="the judge is down"):
+        run.train()
+    assert (tmp_path / "checkpoints" / "step-000002").is_dir()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_a_policy_that_takes_no_weights_is_refused_by_name(tmp_path: Path) -> None:
+    class Fixed:
+        def generate(self) -> None: ...
+
+    for policy in (lambda model, tokenizer: Fixed(), lambda model, tokenizer: Fixed, lambda model, tokenizer: lambda: Fixed()):
+        with pytest.raises(TypeError, match="expected one with update_weights and close, or a function that makes one, got Fixed"):
+            trainer(tmp_path, policy=policy)
+
+
+def test_a_policy_that_does_not_fit_is_closed_where_it_was_made_here(tmp_path: Path) -> None:
+    closed: list[bool] = []
+
+    class Sleeping(TransformersPolicy):
+        sleeps = True
+
+        def sleep(self) -> None: ...
+
+        def close(self) -> None:
+            closed.append(True)
+
+    with pytest.raises(ValueError, match="sleeps"):
+        trainer(tmp_path, replace(CONFIG, max_staleness=1), policy=lambda model, tokenizer: lambda: Sleeping(model, tokenizer))
+    assert closed == [True]
+    with pytest.raises(ValueError, match="sleeps"):
+        trainer(tmp_path, replace(CONFIG, max_staleness=1), policy=Sleeping)
+    assert closed == [True], "a policy that was passed in stays the caller's"
+
+
+def test_training_again_after_a_failure_begins_with_the_task_that_was_next(tmp_path: Path) -> None:
+    run = trainer(tmp_path, replace(CONFIG, max_staleness=2), policy=TransformersPolicy)
+    update, calls = run.learner.update, []
+
+    def fails_once(batch: Any) -> Any:
+        calls.append(run.cursor)
+        if len(calls) == 1:
+            raise OSError("out of memory")
+        return update(batch)
+
+    run.learner.update = fails_once  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="out of memory"):
+        run.train()
+    assert run._drawn > run.cursor == 0
+    assert run.train().step == CONFIG.steps and run.cursor == CONFIG.steps * CONFIG.tasks_per_step
+
+
+def test_a_run_that_a_limit_stopped_goes_on_with_the_limit_raised(tmp_path: Path) -> None:
+    trainer(tmp_path, replace(CONFIG, steps=1, max_mismatch=0.1)).train()
+    assert trainer(tmp_path, replace(CONFIG, steps=2, max_mismatch=0.3, micro_batch_tokens=64)).train().step == 2
