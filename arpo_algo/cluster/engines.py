@@ -46,7 +46,8 @@ class StoredWeights:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for piece in self.pieces:
-            for name, dtype, shape, data in ray.get(piece):
+            # Through a future: ``ray.get`` complains in an asynchronous actor, in its threads too, which block nobody.
+            for name, dtype, shape, data in piece.future().result():
                 # A copy: the store's memory is shared and must not be written to, nor held longer than the piece.
                 tensor = torch.empty(shape, dtype=dtype)
                 tensor.reshape(-1).view(torch.uint8).numpy()[:] = data
@@ -77,6 +78,8 @@ class EngineActor:
         self._version = 0
         self._open = asyncio.Event()
         self._open.set()
+        self._updating = asyncio.Lock()  # one that a dead trainer began may still be at work
+        self._turns: set[asyncio.Future[Generation]] = set()
         self._failure: asyncio.Future[str] | None = None
         self._error: Exception | None = None
         try:
@@ -91,6 +94,22 @@ class EngineActor:
         return self.policy.context_length, self.policy.vocab_size, self._version
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
+        turn = asyncio.ensure_future(self._turn(prompt_ids, params))
+        self._turns.add(turn)
+        try:
+            return await turn
+        finally:
+            self._turns.discard(turn)
+
+    async def give_up(self) -> None:
+        """Ends the turns under way: whoever asked for them is gone."""
+        turns = list(self._turns)
+        for turn in turns:
+            turn.cancel()
+        if turns:
+            await asyncio.wait(turns)
+
+    async def _turn(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
         await self._open.wait()  # turns that have not begun wait for new weights; for those under way the policy itself decides
         shift = self._version - self.policy.version
         try:
@@ -103,15 +122,16 @@ class EngineActor:
 
     async def update(self, weights: StoredWeights, how: dict[str, Any]) -> None:
         """Takes over weights, in a thread: turns under way go on where the policy lets them."""
-        self._open.clear()
-        try:
-            source: Weights = weights if weights.folder is None else weights.folder
-            await asyncio.to_thread(self.policy.update_weights, source, **how)
-            self._version = weights.version
-        except EngineLost as error:
-            self._fail(error)
-        finally:
-            self._open.set()
+        async with self._updating:
+            self._open.clear()
+            try:
+                source: Weights = weights if weights.folder is None else weights.folder
+                await asyncio.to_thread(self.policy.update_weights, source, **how)
+                self._version = weights.version
+            except EngineLost as error:
+                self._fail(error)
+            finally:
+                self._open.set()
 
     async def stats(self) -> dict[str, float]:
         """What the policy counts, where it counts."""
@@ -171,6 +191,10 @@ class RayEngine:
             return EngineLost(await call(self._actor.watch.remote()))
         except EngineLost as error:
             return error
+
+    def give_up(self) -> Any:
+        """Ends the turns under way, of whoever is gone; returns a reference that is there when they have ended."""
+        return self._actor.give_up.remote()
 
     def close(self) -> None:
         """Ends the actor."""

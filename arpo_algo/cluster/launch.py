@@ -126,6 +126,14 @@ def sampling(crew: Crew, settings: RaySettings) -> tuple[PolicyPool, ClusterSamp
     return pool, ClusterSampler(pool, crew.rollouts, start=crew.start_rollouts, max_replacements=settings.max_replacements)
 
 
+def give_up(crew: Crew, *, timeout: float) -> None:
+    """Ends what the actors still do for a trainer that is gone; engines refuse new weights before. Waits at most ``timeout`` seconds for either kind."""
+    groups = [actor.give_up.remote() for actor in crew.rollouts]
+    ray.wait(groups, num_returns=len(groups), timeout=timeout)  # nothing is raised for a dead one: who uses it finds out
+    turns = [engine.give_up() for engine in crew.engines]  # not before: a group that goes on asks for turns
+    ray.wait(turns, num_returns=len(turns), timeout=timeout)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
     """What a learner rank needs to know."""
@@ -145,6 +153,8 @@ def _learn(plan: _Plan) -> TrainResult:
         except TrainingFailedError as error:
             failures = [*getattr(error, "worker_failures", {}).values()] or [getattr(error, "controller_failure", error)]
             died = [failure for failure in failures if _died(failure)]
+            if type(failures[0]).__name__ == "WorkerGroupStartupTimeoutError":  # of a module of Ray's own
+                raise TimeoutError(_unplaced(plan.settings)) from error
             if not died:
                 raise failures[0] from error
             if attempt == plan.settings.max_replacements:
@@ -156,14 +166,22 @@ def _learn(plan: _Plan) -> TrainResult:
 def _died(failure: Any) -> bool:
     """Whether Ray lost a rank, where otherwise its code raised. The others then fail as well, at the next thing that they do together."""
     lost = getattr(failure, "health_check_failure", failure)
+    if type(lost).__name__ == "WorkerGroupStartupFailedError":  # a rank died before it began
+        return True
     return isinstance(lost, RayActorError) and not isinstance(lost, RayTaskError)
 
 
+def _unplaced(settings: RaySettings) -> str:
+    each, free = _said(settings.learner_request), ray.available_resources()
+    return f"{settings.learners} learner ranks with {each} each were not there after {settings.start_timeout:g} s (start_timeout); the cluster has free: {free}"
+
+
 def _fit(plan: _Plan) -> TrainResult:
-    from ray.train import RunConfig, ScalingConfig
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     settings = plan.settings
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(settings.start_timeout)  # read where the trainer is made
     gpu = settings.learner_gpus > 0
     with tempfile.TemporaryDirectory(prefix="arpo-ray-") as folder:
         trainer = TorchTrainer(
@@ -171,7 +189,11 @@ def _fit(plan: _Plan) -> TrainResult:
             train_loop_config={"plan": plan},
             torch_config=TorchConfig(backend=None if gpu else "gloo"),
             scaling_config=ScalingConfig(num_workers=settings.learners, use_gpu=gpu, resources_per_worker=settings.learner_request),
-            run_config=RunConfig(name="learner", storage_path=str(settings.storage or folder)),
+            run_config=RunConfig(
+                name="learner",
+                storage_path=str(settings.storage or folder),
+                failure_config=FailureConfig(controller_failure_limit=0),  # otherwise ranks without room are tried again for ever
+            ),
         )
         result: TrainResult = trainer.fit().return_value
     return result
@@ -184,6 +206,7 @@ def _rank(config: dict[str, Any]) -> TrainResult:
     plan: _Plan = config["plan"]
     if get_context().get_world_rank() > 0:
         return plan.make_trainer(None, None).train()
+    give_up(plan.crew, timeout=plan.settings.start_timeout)
     pool, sampler = sampling(plan.crew, plan.settings)
     return plan.make_trainer(pool, sampler).train()
 

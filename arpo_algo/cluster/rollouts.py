@@ -73,14 +73,20 @@ class RolloutActor:
 
     async def open(self, step: Step) -> None:
         """Begins a step; groups of an earlier one, whose trainer is gone, are given up."""
-        for group in self.groups:
-            group.cancel()
-        if self.groups:  # a thread of theirs may still be at work in the environment
-            self.env = self.make_env()
+        await self.give_up()
         self.step, self.env_lock = step, asyncio.Lock()
         self.engines = Engines(step.engines, step.version, self.patience)
         rollout = step.config.rollout
         self.worker = EnvWorker(rollout.env_workers, rollout.step_timeout)
+
+    async def give_up(self) -> None:
+        """Ends the groups under way: whoever asked for them is gone."""
+        groups = list(self.groups)
+        for group in groups:
+            group.cancel()
+        if groups:
+            await asyncio.wait(groups)
+            self.env, self._told = self.make_env(), {}  # a thread of theirs may still be at work in the old one
 
     async def counts(self) -> dict[str, float]:
         """What the environment's tools counted since the last call, see ``telemetry`` of :class:`arpo_env.ToolEnv`; empty where it does not count."""
@@ -312,14 +318,20 @@ class _Run:
             if place.actor is not actor:
                 return
             sampler = self.sampler
-            if sampler.replacements >= sampler.max_replacements:
-                raise RolloutActorLost(f"a rollout actor died after max_replacements={sampler.max_replacements} were replaced: {reason}")
-            sampler.replacements += 1
-            log.warning("a rollout actor is replaced (%d of at most %d): %s", sampler.replacements, sampler.max_replacements, reason)
-            new = await asyncio.to_thread(sampler.start)
-            await _call(new.open.remote(self.stored))
-            await self._equip(new, self.step.engines)
-            place.actor = new
+            while True:
+                if sampler.replacements >= sampler.max_replacements:
+                    raise RolloutActorLost(f"a rollout actor died after max_replacements={sampler.max_replacements} were replaced: {reason}")
+                sampler.replacements += 1
+                log.warning("a rollout actor is replaced (%d of at most %d): %s", sampler.replacements, sampler.max_replacements, reason)
+                try:
+                    new = await asyncio.to_thread(sampler.start)
+                    await _call(new.open.remote(self.stored))
+                    await self._equip(new, self.step.engines)
+                except (_Died, EngineLost) as death:  # the new one, as it started or right after
+                    reason = str(death)
+                    continue
+                place.actor = new
+                return
 
 
 async def _call(reference: Any) -> Any:

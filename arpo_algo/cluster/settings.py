@@ -42,7 +42,7 @@ class RaySettings:
     max_replacements: int = 3
     """How many engines, how many rollout actors, and how many times the learner are replaced in a run before the next loss ends it."""
     start_timeout: float = 900.0
-    """Seconds within which an actor must have started: room for it found, model loaded, environment made."""
+    """Seconds within which an actor or a learner rank must have started: room for it found, model loaded, environment made."""
     storage: Path | None = None
     """Folder for Ray Train's own records, which all machines with learner ranks must see; None: a temporary one, for ranks on one machine."""
 

@@ -95,7 +95,7 @@ class PolicyPool:
         self._closed = False
         self._lock = threading.RLock()  # replacements come in from threads
         self._updating = threading.Lock()  # a replacement must not miss an update
-        self._threads = ThreadPoolExecutor(len(policies), thread_name_prefix="arpo-pool")
+        self._threads = ThreadPoolExecutor(2 * len(policies), thread_name_prefix="arpo-pool")  # a replacement waits in one for an update that needs another
 
     @property
     def version(self) -> int:
@@ -110,7 +110,8 @@ class PolicyPool:
         """A turn of the tree's member; of another where that one is lost. Raises :class:`EngineLost` when none is left or too many were."""
         while True:
             member = await self._member_for(params.tree)
-            policy, shift = member.policy, member.shift
+            with self._lock:
+                policy, shift = member.policy, member.shift
             if policy is None:
                 continue
             member.live += 1
@@ -177,9 +178,10 @@ class PolicyPool:
                 self._failure = RuntimeError(f"{len(refused)} of {len(errors)} engines did not take the weights of version {self._version + 1}: {refused[0]}")
                 self._failure.__cause__ = refused[0]
                 self._check()
-            self._weights, self._version = kept if self._replace is not None else None, self._version + 1
-            for index, policy in members:
-                self._members[index].shift = self._version - policy.version
+            with self._lock:
+                self._weights, self._version = kept if self._replace is not None else None, self._version + 1
+                for index, policy in members:
+                    self._members[index].shift = self._version - policy.version
         for (index, policy), error in zip(members, errors, strict=True):
             if isinstance(error, EngineLost):
                 self.lose(index, policy, error)
@@ -244,7 +246,7 @@ class PolicyPool:
             else:  # it died while it took the weights: as one that died later
                 with self._lock:
                     self._members[index].policy = policy
-                self.lose(index, policy, error)
+                    self.lose(index, policy, error)
         except Exception as error:
             self._fail(index, error)
 

@@ -170,6 +170,29 @@ def test_the_others_serve_while_a_replacement_starts() -> None:
     assert isinstance(new, Engine) and new.weight == 7
 
 
+def test_the_only_member_may_be_lost_as_an_update_begins() -> None:
+    """Its replacement waits for the update, which must not wait for a thread in turn."""
+    came = threading.Event()
+
+    class Fleeting(Engine):
+        @property
+        def update_weights(self) -> Any:  # type: ignore[override]
+            pool.lose(0, self, EngineLost("out of power"))
+            assert came.wait(60)
+            return super().update_weights
+
+    def replace(index: int) -> Engine:
+        came.set()
+        return Engine()
+
+    pool = PolicyPool([Fleeting()], replace=replace)
+    update = threading.Thread(target=pool.update_weights, args=(weights(4),), daemon=True)
+    update.start()
+    update.join(60)
+    assert not update.is_alive()
+    assert turn(pool).token_ids == [7] and pool.version == 1
+
+
 def test_one_lost_during_an_update_gets_the_weights_when_it_is_replaced() -> None:
     pool = PolicyPool([Engine(), Engine(dies_of_weights=True)], replace=lambda index: Engine())
     pool.update_weights(weights(4))

@@ -24,8 +24,8 @@ from ray import cloudpickle
 
 from arpo_algo import ARPOConfig, RolloutConfig, UniformBranching
 from arpo_algo.cluster.engines import StoredWeights, start_engines, store_weights
-from arpo_algo.cluster.launch import Crew, NotEnoughResources, actors, check_resources, sampling
-from arpo_algo.cluster.rollouts import ClusterSampler, RolloutActorLost
+from arpo_algo.cluster.launch import Crew, NotEnoughResources, actors, check_resources, give_up, sampling
+from arpo_algo.cluster.rollouts import ClusterSampler, RolloutActor, RolloutActorLost, Step
 from arpo_algo.cluster.settings import RaySettings
 from arpo_algo.policies.base import Generation, SamplingParams
 from arpo_algo.policies.pool import EngineLost, PolicyPool
@@ -117,6 +117,35 @@ class Room(Talk):
         if options is not None and options["task"] == "!":
             raise ray.exceptions.RayActorError(error_msg="of an environment's own making")
         return super().reset(seed=seed, options=options)
+
+
+@dataclass
+class Turns:
+    """What :class:`Patient` counts."""
+
+    under_way: int = 0
+
+
+class Patient(Engine):
+    """Never answers a prompt that begins with ``~``, and refuses weights while it owes an answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stats = Turns()
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
+        self.stats.under_way += 1
+        try:
+            if prompt_ids[0] == ord("~"):
+                await asyncio.Event().wait()
+            return await super().generate(prompt_ids, params)
+        finally:
+            self.stats.under_way -= 1
+
+    def update_weights(self, weights: Any) -> None:
+        if self.stats.under_way:
+            raise RuntimeError(f"the weights changed while {self.stats.under_way} requests were under way")
+        super().update_weights(weights)
 
 
 @dataclass
@@ -258,6 +287,21 @@ def test_replacing_has_an_end(run: Run) -> None:
         sampler.sample(CharCodec(), CONFIG, OPTIONS, seed=3)
 
 
+def test_a_replacement_that_dies_at_once_is_replaced(run: Run) -> None:
+    dead, start = run.sampler.actors[0], run.crew.start_rollouts
+    ray.kill(dead)
+    sampler = ClusterSampler(run.pool, run.sampler.actors, start=lambda: dead, max_replacements=2)
+    with pytest.raises(RolloutActorLost, match="died after max_replacements=2 were replaced"):
+        sampler.sample(CharCodec(), CONFIG, OPTIONS, seed=3)
+    starts = [lambda: dead, start, start]  # the last for what another test killed
+    sampler = ClusterSampler(run.pool, run.sampler.actors, start=lambda: starts.pop(0)())
+    same(sampler.sample(CharCodec(), CONFIG, OPTIONS, seed=3), local(), version=run.pool.version)
+    assert sampler.replacements >= 2
+    for actor in sampler.actors:
+        if actor not in run.sampler.actors:
+            ray.kill(actor)
+
+
 def test_errors_of_user_code_are_raised_as_they_are_and_nothing_is_replaced(run: Run) -> None:
     same(run.sample(), local(), version=run.pool.version)  # what the test before killed
     with Counted(run) as lost:
@@ -266,6 +310,40 @@ def test_errors_of_user_code_are_raised_as_they_are_and_nothing_is_replaced(run:
                 run.sample(options=[OPTIONS[0], {"task": task}])
         same(run.sample(), local(), version=run.pool.version)
     assert (lost.engines, lost.rollouts, lost.groups) == (0, 0, 0)
+
+
+def test_actors_outlive_a_trainer_that_dies_in_the_middle_and_serve_the_next(cluster: None) -> None:
+    settings = RaySettings()
+    with actors(settings, Room, Patient) as crew:
+        (actor,), (engine,) = crew.rollouts, crew.engines
+        step = Step(codec=CharCodec(), config=CONFIG, engines=crew.engines, version=0, seed=0)
+        ray.get(actor.open.remote(step))
+        lost = [actor.sample.remote(0, {"task": "~"}, 0), engine._actor.generate.remote([ord("~")], SamplingParams(max_new_tokens=1))]
+        while engine.stats()["under_way"] < CONFIG.rollout.initial + 1:  # a trainer died here
+            pass
+        give_up(crew, timeout=60)
+        assert len(ray.wait(lost, num_returns=2, timeout=60)[0]) == 2
+        pool, sampler = sampling(crew, settings)
+        pool.update_weights([("a", torch.zeros(1))])
+        same(sampler.sample(CharCodec(), CONFIG, OPTIONS[:2], seed=3), local(OPTIONS[:2]), version=1)
+        assert (pool.losses, sampler.replacements, sampler.resampled) == (0, 0, 0), "nobody died of it"
+
+
+def test_what_a_new_environment_counts_begins_at_zero() -> None:
+    async def main() -> None:
+        actor = RolloutActor(Room, patience=60)
+        step = Step(codec=CharCodec(), config=CONFIG, engines=[Engine()], version=0, seed=0)  # type: ignore[list-item]
+        await actor.open(step)
+        counters = actor.env.telemetry  # type: ignore[union-attr]
+        counters.steps = 100
+        assert await actor.counts() == {"talk.steps": 100}
+        actor.groups.add(group := asyncio.ensure_future(asyncio.Event().wait()))
+        await actor.open(step)  # by the next trainer
+        assert group.cancelled() and actor.env.telemetry is not counters  # type: ignore[union-attr]
+        actor.env.telemetry.steps = 10  # type: ignore[union-attr]
+        assert await actor.counts() == {"talk.steps": 10}
+
+    asyncio.run(main())
 
 
 def broken() -> Any:
@@ -290,7 +368,7 @@ def test_resources_that_the_cluster_lacks_are_an_error_at_once(cluster: None) ->
         start_engines(Engine, 1, {"CPU": 100}, timeout=0.5)
 
 
-def test_weights_pass_through_the_store_in_pieces(cluster: None) -> None:
+def test_weights_pass_through_the_store_in_pieces(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = {
         "matrix": torch.randn(40, 30, generator=generator),
@@ -303,6 +381,7 @@ def test_weights_pass_through_the_store_in_pieces(cluster: None) -> None:
     stored = store_weights(iter(tensors.items()), 7, piece_bytes=4000)
     tensors["matrix"] += 0  # the store has a copy
     assert (stored.version, len(stored.pieces)) == (7, 2)
+    monkeypatch.setattr(ray, "get", None)  # warns in an asynchronous actor such as an engine's
     read = list(stored)
     assert [name for name, _ in read] == list(tensors), "order and names are kept"
     for name, tensor in read:

@@ -22,7 +22,7 @@ from ray import cloudpickle
 from tiny_policy import build_model, build_tokenizer
 
 from arpo_algo import ARPOConfig, ARPOTrainer, RolloutConfig, TrainResult, UniformBranching
-from arpo_algo.cluster.launch import ray_train
+from arpo_algo.cluster.launch import Crew, _learn, _Plan, ray_train
 from arpo_algo.cluster.settings import RaySettings
 from arpo_algo.policies.base import ServedPolicy
 from arpo_algo.policies.transformers import TransformersPolicy
@@ -147,3 +147,15 @@ def refuses(policy: ServedPolicy | None, sampler: Sampler | None) -> ARPOTrainer
 def test_an_error_of_the_trainer_is_raised_as_it_is_and_not_tried_again(cluster: None, model: Path) -> None:
     with pytest.raises(LookupError, match="no such model"):
         ray_train(refuses, replace(RaySettings(), max_replacements=5), make_env=world, make_engine=partial(make_engine, model))
+
+
+def nobody(*index: int) -> Any:
+    raise AssertionError("nothing to replace")
+
+
+def test_learners_for_which_there_is_no_room_end_the_run_after_the_time_that_was_set(cluster: None) -> None:
+    """``check_resources`` lets them pass where the room that there is goes to others later."""
+    settings = RaySettings(learners=2, learner_cpus=100, start_timeout=1)
+    crew = Crew(engines=[], rollouts=[], start_engine=nobody, start_rollouts=nobody)
+    with pytest.raises(TimeoutError, match=r"2 learner ranks with 100 CPU, 0 GPU each were not there after 1 s \(start_timeout\); the cluster has free: .*CPU"):
+        _learn(_Plan(make_trainer=refuses, settings=settings, crew=crew))
