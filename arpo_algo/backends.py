@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-import torch
-
 from arpo_algo.policies.base import Policy
 
 
@@ -59,9 +57,7 @@ class VLLM:
     def make(self, model: str, tokenizer: Any) -> ClosingPolicy:
         from arpo_algo.policies.vllm import VLLMPolicy
 
-        optional: dict[str, Any] = {}
-        if self.cache_mib is not None or torch.cuda.is_available():
-            optional["cache_bytes"] = None if self.cache_mib is None else self.cache_mib << 20
+        optional: dict[str, Any] = {} if self.cache_mib is None else {"cache_bytes": self.cache_mib << 20}
         parallel = {"tensor_parallel_size": self.tensor_parallel_size, "data_parallel_size": self.data_parallel_size}
         optional |= {name: n for name, n in parallel.items() if n > 1}
         return VLLMPolicy(

@@ -118,6 +118,17 @@ def right_by_version(models: Mapping[int, Any], ids: list[int], params: Sampling
         np.testing.assert_allclose([got.logprobs[i] for i in mine], expected, atol=tolerance)
 
 
+def logprobs_of(model: Any) -> Callable[[list[int], int], list[float]]:
+    """``logprobs(ids, start)``: log-probabilities of ``ids[start:]``, each after all ids before it, from one plain forward."""
+
+    def logprobs(ids: list[int], start: int) -> list[float]:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].float()  # (new tokens, vocabulary)
+        return [float(value) for value in logits.log_softmax(-1).gather(-1, torch.tensor(ids[start:]).unsqueeze(-1))]
+
+    return logprobs
+
+
 def counted(policy: Any, call: Callable[[], Any]) -> tuple[int, int]:
     """Prompt tokens that ``call`` computed and reused, by the engine's own count."""
     before = policy.stats.prefilled_tokens, policy.stats.reused_tokens

@@ -44,8 +44,8 @@ class VLLMPolicy:
     ``path``: a folder or a name on the Hugging Face hub. ``context_length``: tokens of prompt and turn together, from the configuration where not given.
     ``max_batch``: sequences decoded at once; further requests wait their turn. ``eos_ids``: ids that end a turn; None takes those of the generation
     configuration and of the tokenizer. ``dtype``: of weights and cache; None is float32 on the CPU, elsewhere the checkpoint's. ``cache_bytes``: memory for
-    keys and values, which must hold one sequence of ``context_length``; None leaves it to vLLM (a share of a GPU's memory). Further arguments go to
-    vLLM's ``EngineArgs`` (``tensor_parallel_size``, ``data_parallel_size``, ``block_size``, ``gpu_memory_utilization``).
+    keys and values, which must hold one sequence of ``context_length``; None is 1 GiB on the CPU, on a GPU the share of its memory that vLLM takes. Further
+    arguments go to vLLM's ``EngineArgs`` (``tensor_parallel_size``, ``data_parallel_size``, ``block_size``, ``gpu_memory_utilization``).
 
     ``separate_process``: the engine runs in processes of its own, several where it is parallel, and leaves this one as it is: other engines and a learner
     with process groups can live here. They are started by spawning, so a script has its entry under ``if __name__ == "__main__":``. With
@@ -67,7 +67,7 @@ class VLLMPolicy:
         max_batch: int = 64,
         eos_ids: Iterable[int] | None = None,
         dtype: str | None = None,
-        cache_bytes: int | None = 1 << 30,
+        cache_bytes: int | None = None,
         separate_process: bool = False,
         sleeps: bool = False,
         transport: Transport | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from typing import Any
 
 from arpo_algo.policies.vllm_lora import drop_adapter, load_adapter, request_of, save_adapter, scratch_folder
@@ -15,6 +16,7 @@ class Adapters:
     def __init__(self, engine: Engine, turns: Turns) -> None:
         self._engine, self._turns = engine, turns
         self._folder = scratch_folder()
+        self._remove = weakref.finalize(self, shutil.rmtree, self._folder, True)  # also where the script ends without close
         self._loaded: list[Any] = []
 
     def serve(self, model: Any, version: int) -> None:
@@ -34,4 +36,4 @@ class Adapters:
 
     def close(self) -> None:
         """Deletes the files of all adapters."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove()

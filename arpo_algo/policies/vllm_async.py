@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import signal
 import threading
 from collections import OrderedDict
@@ -20,7 +21,7 @@ from contextlib import aclosing, asynccontextmanager
 from multiprocessing import resource_tracker
 from typing import Any, Literal, TypeVar
 
-from arpo_algo.policies.vllm_processes import Processes
+from arpo_algo.policies.vllm_processes import Processes, identity
 from arpo_algo.policies.vllm_start import (
     COLUMN,
     arguments_explained,
@@ -75,7 +76,8 @@ class AsyncEngine:
 
     def join(self, name: str, turn: Turn) -> None:
         async def join(llm: Any) -> None:
-            self._following[name] = asyncio.create_task(self._follow(llm, name, turn))
+            task = self._following[name] = asyncio.create_task(self._follow(llm, name, turn))
+            task.add_done_callback(lambda done: self._followed(name, turn))
 
         def joined(done: Future[None]) -> None:
             if (error := done.exception()) is not None:
@@ -135,8 +137,10 @@ class AsyncEngine:
         self._open = asyncio.Event()  # not while the weights change: a new turn waits
         self._open.set()
         llm, self._transport = start_engine(arguments, transport)
-        self._llm, processes = llm, Processes(llm)
+        self._llm, processes = llm, None
         try:
+            processes = Processes(llm)
+            await llm.collective_rpc("end_with", args=(*identity(), processes.started))
             await self._probe(llm)
             started.set_result(llm.model_config.get_vocab_size())
             llm.output_handler.add_done_callback(lambda done: self._end_with(EngineStopped(_DIED)))
@@ -150,7 +154,8 @@ class AsyncEngine:
             while self._acting:
                 await asyncio.wait(self._acting)
             llm.shutdown()
-            await processes.ended()
+            if processes is not None:
+                await processes.ended()
             self._llm = None  # at the interpreter's end its finalizer would find its modules gone
 
     async def _probe(self, llm: Any) -> None:
@@ -183,14 +188,15 @@ class AsyncEngine:
                 await self._open.wait()
             if not turn.future.cancelled():
                 await self._sample(llm, name, turn)
-        except asyncio.CancelledError:
-            if self._stopped is not None:
-                turn.end(self._stopped)
         except Exception as error:
             self._turns.discard(name)
             turn.end(EngineStopped(_DIED) if llm.errored else error)
-        finally:
-            del self._following[name]
+
+    def _followed(self, name: str, turn: Turn) -> None:
+        """After ``_follow``, and not at its end: a task that is cancelled before its first step runs none of its code."""
+        del self._following[name]
+        if self._stopped is not None:
+            turn.end(self._stopped)
 
     async def _sample(self, llm: Any, name: str, turn: Turn) -> None:
         self._turns.add(name, turn)
@@ -307,8 +313,15 @@ def start_engine(arguments: dict[str, Any], transport: Transport | None) -> tupl
         from vllm.v1.engine.async_llm import AsyncLLM
 
         if transport is None:
-            transport = default_transport("cpu" if on_cpu() else "cuda", same_gpu=arguments["enable_sleep_mode"])
+            transport = default_transport(same_gpu=arguments["enable_sleep_mode"] and one_worker(arguments) and not on_cpu())
+        if transport.backend == "ipc":
+            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the processes alone: its handles travel pickled
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**{**engine_arguments(arguments), **transfer_arguments(transport)})), transport
+
+
+def one_worker(arguments: dict[str, Any]) -> bool:
+    """Whether the engine computes on one device."""
+    return all(arguments.get(f"{kind}_parallel_size", 1) == 1 for kind in ("tensor", "pipeline", "data"))
 
 
 async def probe_entropy_column(llm: Any, rank: int) -> None:

@@ -43,6 +43,8 @@ class EngineThread:
     def __init__(self, arguments: dict[str, Any], turns: Turns) -> None:
         if arguments.get("data_parallel_size", 1) > 1:
             raise ValueError("several data-parallel engines run in processes of their own: pass separate_process=True")
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise ValueError("an engine in this process would join the process group of the learner's ranks: pass separate_process=True")
         if not _one.acquire(blocking=False):
             raise RuntimeError("this process runs a vLLM engine already: close its policy first, or pass separate_process=True")
         self._commands: queue.SimpleQueue[Callable[[Any], object] | None] = queue.SimpleQueue()

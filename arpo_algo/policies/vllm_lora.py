@@ -4,7 +4,8 @@ Each version of the weights is an adapter of its own, whose number is the versio
 adapter they are to be served with; the prefix cache keeps the adapters' keys and values apart, so nothing has to be cleared.
 
 vLLM skips what it has no place for: an adapter whose names lead nowhere is loaded without a word, and the base model is served. Here that is an error.
-Every function takes an engine in this process (``LLMEngine``, called in its own thread with ``asyncio.run``) or in others (``AsyncLLM``).
+Every function takes an engine in this process (``LLMEngine``, called in its own thread with ``asyncio.run``) or in others (``AsyncLLM``), with the worker
+extension :class:`~arpo_algo.policies.vllm_shared_memory.WeightReceiver`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,8 @@ from __future__ import annotations
 import inspect
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
-
-from arpo_algo.policies.agreement import Logprobs, differences
 
 _MEMORY = Path("/dev/shm")
 
@@ -73,8 +70,7 @@ async def load_adapter(llm: Any, request: Any) -> None:
         raise
     except Exception as error:  # of another process all errors come as this one
         raise ValueError(f"the vLLM engine cannot serve the adapter {request.lora_name}: {error}") from error
-    method = "unused_adapter_parts" if _is_async(llm) else unused_adapter_parts
-    on_workers = await _result(llm.collective_rpc(method, args=(request.lora_int_id,)))
+    on_workers = await _result(llm.collective_rpc("unused_adapter_parts", args=(request.lora_int_id,)))
     unused = sorted(set.intersection(*(set(parts) for parts in on_workers)))  # under pipeline parallelism a worker has only its own layers
     if unused:
         await _result(llm.remove_lora(request.lora_int_id))
@@ -88,75 +84,8 @@ async def drop_adapter(llm: Any, request: Any) -> None:
     shutil.rmtree(request.lora_path, ignore_errors=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterProbe:
-    """What an adapter does to log-probabilities, in nats."""
-
-    learner: float
-    """Largest difference between the engine with the adapter and the learner."""
-    base: float
-    """Largest difference between the engine with the adapter and without; 0 for an adapter that changes nothing, such as a new one."""
-
-
-async def probe_adapter(llm: Any, request: Any, logprobs: Logprobs, prompts: Sequence[Sequence[int]], *, tolerance: float) -> AdapterProbe:
-    """Scores ``prompts``, of two tokens and more, with the adapter and without; needs an engine that is not paused, and one in this process to be idle.
-
-    Raises ``ValueError`` where no prompt has two tokens, and ``RuntimeError`` where the engine with the adapter and the learner (``logprobs``, see
-    :mod:`arpo_algo.policies.agreement`) differ by more than ``tolerance`` nats.
-    """
-    to_learner: list[float] = []
-    to_base: list[float] = []
-    for number, ids in enumerate(map(list, prompts)):
-        served = await _score(llm, ids, request, f"probe-{request.lora_name}-{number}")
-        bare = await _score(llm, ids, None, f"probe-base-{request.lora_name}-{number}")
-        to_learner += differences(served, logprobs(ids, 1))
-        to_base += differences(served, bare)
-    if not to_learner:
-        raise ValueError(f"expected prompts of at least 2 tokens to compare log-probabilities on, got lengths {[len(prompt) for prompt in prompts]}")
-    learner, base = max(to_learner), max(to_base)
-    if not learner <= tolerance:
-        raise RuntimeError(
-            f"the vLLM engine does not serve the learner's adapter {request.lora_name}: log-probabilities differ by {learner:.3g} nats from the learner's and"
-            f" by {base:.3g} from the base model's, expected at most {tolerance:.3g} from the learner's"
-        )
-    return AdapterProbe(learner=learner, base=base)
-
-
-def unused_adapter_parts(worker: Any, version: int) -> list[str]:
-    """In a worker: the parts of a loaded adapter that belong to none of the layers which take adapters."""
-    manager = worker.model_runner.lora_manager._adapter_manager
-    return sorted(manager.get_adapter(version).loras.keys() - manager.modules.keys())
-
-
 def _path(folder: Path, version: int) -> Path:
     return folder / str(version)
-
-
-async def _score(llm: Any, ids: list[int], request: Any, name: str) -> list[float]:
-    """The engine's log-probability of each id after the first."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
-    prompt = {"type": "token", "prompt_token_ids": ids}
-    if _is_async(llm):
-        async for output in llm.generate(prompt, params, name, lora_request=request):
-            if output.finished:
-                return _values(ids, output)
-    else:
-        llm.add_request(name, prompt, params, lora_request=request)
-        while llm.has_unfinished_requests():
-            for output in llm.step():
-                if output.request_id == name and output.finished:
-                    return _values(ids, output)
-    raise RuntimeError("the vLLM engine ended a probe without an answer")
-
-
-def _values(ids: list[int], output: Any) -> list[float]:
-    return [float(entry[token].logprob) for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
-
-
-def _is_async(llm: Any) -> bool:
-    return inspect.iscoroutinefunction(llm.add_lora)
 
 
 async def _result(value: Any) -> Any:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
+import select
+import signal
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,36 @@ _SEGMENTS = "/dev/shm/psm_"
 """Where Python keeps named shared memory on Linux."""
 
 
+def identity() -> tuple[int, str]:
+    """This process, for :func:`end_with`: its number, and the system that counts it so (of another host or container the same number is another process)."""
+    return os.getpid(), _system()
+
+
+def _system() -> str:
+    """Empty where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def end_with(pid: int, system: str, others: Sequence[int] = ()) -> None:
+    """Ends ``others`` and this process when that one has died, of whatever. Does nothing where it cannot be seen from here; raises ``ProcessLookupError`` where
+    a process is dead already."""
+    if not system or system != _system():
+        return
+    owner, rest = os.pidfd_open(pid), [os.pidfd_open(other) for other in others if other != os.getpid()]
+
+    def wait() -> None:
+        select.select([owner], [], [])
+        for other in rest:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(other, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="owner", daemon=True).start()
+
+
 class Processes:
     """Those of an ``AsyncLLM``, the processes that they have started included, and the shared memory that they have open. To be made when it has started."""
 
@@ -23,7 +57,9 @@ class Processes:
         resources = llm.engine_core.resources
         tops = [*resources.engine_manager.processes, *([resources.coordinator.proc] if resources.coordinator else [])]
         self._psutil: Any = importlib.import_module("psutil")  # vLLM depends on it
-        found = [self._psutil.Process(top.pid) for top in tops]
+        self.started = [int(top.pid) for top in tops]
+        """Numbers of those that this process has started."""
+        found = [self._psutil.Process(pid) for pid in self.started]
         self._all = found + [child for process in found for child in process.children(recursive=True)]
         self._segments = {segment for process in self._all for segment in _segments(process.pid)}
 

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from arpo_algo.policies import vllm_lora
+from arpo_algo.policies import vllm_processes
 from arpo_algo.policies.vllm_worker import EntropyColumn, refresh_heads
 
 BACKEND = "arpo_shared_memory"
@@ -81,14 +81,24 @@ class SharedMemoryEngine(WeightTransferEngine):  # type: ignore[misc]
 class WeightReceiver(EntropyColumn):
     """The worker extension of engines that take weights from outside. vLLM imports this module for it, which registers the back end."""
 
-    def load_checkpoint(self, folder: str) -> None:
-        """Loads the checkpoint files of ``folder``. The engine may not step meanwhile."""
+    def end_with(self, pid: int, system: str, others: list[int]) -> None:
+        """See :func:`arpo_algo.policies.vllm_processes.end_with`."""
+        vllm_processes.end_with(pid, system, others)
+
+    def replace_weights(self, path: str | None, tensors: Iterable[tuple[str, torch.Tensor]] | None) -> None:
+        """Loads the checkpoint files of a folder, or named tensors, in place of the present weights. The engine may not step meanwhile.
+
+        Raises ``ValueError`` where they are not those of the whole model, and ``RuntimeError`` after an update that failed.
+        """
         worker: Any = self
         model, config = worker.model_runner.get_model(), worker.vllm_config.model_config
-        config.model, config.model_weights, config.revision = folder, "", None
         with set_current_vllm_config(worker.vllm_config):
             begin(model)
-            model.load_weights(get_model_loader(worker.vllm_config.load_config).get_all_weights(config, model))
+            if tensors is None:
+                config.model, config.model_weights, config.revision = path, "", None
+                model.load_weights(get_model_loader(worker.vllm_config.load_config).get_all_weights(config, model))
+            else:
+                load(model, tensors, set())
             check_complete(model)
             finalize_layerwise_reload(model, config)
         worker.model_runner.reset_lora_state()
@@ -100,8 +110,10 @@ class WeightReceiver(EntropyColumn):
         check_complete(worker.model_runner.get_model())
 
     def unused_adapter_parts(self, version: int) -> list[str]:
-        """See :func:`arpo_algo.policies.vllm_lora.unused_adapter_parts`."""
-        return vllm_lora.unused_adapter_parts(self, version)
+        """The parts of a loaded adapter that belong to none of the layers which take adapters."""
+        worker: Any = self
+        manager = worker.model_runner.lora_manager._adapter_manager
+        return sorted(manager.get_adapter(version).loras.keys() - manager.modules.keys())
 
 
 def tensors_of(segment: Segment) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,7 +22,7 @@ _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WA
 """Defaults for vLLM's environment. It would log every start on fifty lines, report its use to its authors, and pin this process to the first core; with
 multiprocessing on, an engine on the CPU puts its one worker into yet another process, which imports everything once more."""
 _FIXED = {
-    "worker_extension_cls": "arpo_algo.policies.vllm_worker.EntropyColumn",
+    "worker_extension_cls": "arpo_algo.policies.vllm_shared_memory.WeightReceiver",
     "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from: temperature and top_p included
     "max_logprobs": -1,  # the probe asks for all
     "enable_prefix_caching": True,
@@ -86,6 +86,7 @@ def _cpu_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
         "block_size": 32,  # the least there is; what a branch shares is rounded down to it
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(arguments["max_model_len"], 4096),
+        "kv_cache_memory_bytes": 1 << 30,  # not a share of the machine's memory
     }
 
 

@@ -32,7 +32,6 @@ from arpo_algo.policies.vllm_turns import EngineStopped
 
 Named: TypeAlias = tuple[str, Tensor]
 
-_WORKER = "arpo_algo.policies.vllm_shared_memory"
 _ALIGNMENT = 64
 """Bytes; of the start of each tensor in shared memory."""
 
@@ -75,15 +74,13 @@ async def send_checkpoint(llm: Any, folder: str | os.PathLike[str], version: int
 
 
 def engine_arguments(transport: Transport) -> dict[str, Any]:
-    """What vLLM's ``AsyncEngineArgs`` need beside the model, so that ``transport`` can be used; with them :func:`send_checkpoint` works too."""
-    return {"weight_transfer_config": {"backend": transport.backend}, "worker_extension_cls": f"{_WORKER}.WeightReceiver"}
+    """What vLLM's ``AsyncEngineArgs`` need beside the model and the worker extension ``WeightReceiver``, so that ``transport`` can be used."""
+    return {"weight_transfer_config": {"backend": transport.backend}}
 
 
-def default_transport(device: torch.device | str, *, same_gpu: bool = False) -> Transport:
-    """The transport for an engine on ``device``: shared memory for the CPU; handles where the engine computes on the learner's own GPU, else NCCL."""
-    if torch.device(device).type == "cpu":
-        return SharedMemory()
-    return CudaIPC() if same_gpu else NCCL(device=torch.device(device).index or 0)
+def default_transport(*, same_gpu: bool) -> Transport:
+    """Handles for an engine with one worker on the learner's own GPU; else shared memory, which all workers on this host read, with a GPU or without."""
+    return CudaIPC() if same_gpu else SharedMemory()
 
 
 # --- what the transports share ------------------------------------------------------------------------------------------------------------------------
@@ -127,7 +124,7 @@ async def _loading(llm: Any, version: str) -> AsyncIterator[None]:
 
 async def _load_checkpoint(llm: Any, folder: str, version: str) -> None:
     try:
-        await llm.collective_rpc("load_checkpoint", args=(folder,))
+        await llm.collective_rpc("replace_weights", args=(folder, None))
         await llm.update_weight_version(version)
     except Exception as error:
         raise EngineStopped(f"the vLLM engine could not load the checkpoint {folder} and must be restarted: {type(error).__name__}: {error}") from error
@@ -162,12 +159,12 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-# --- CPU ----------------------------------------------------------------------------------------------------------------------------------------------
+# --- one host -----------------------------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMemory:
-    """Through memory of this process that the engine's workers map: one host, Linux. The memory has no name, so nothing can be left behind.
+    """Through memory of this process that the engine's workers map, whatever their device: one host, Linux. The memory has no name: nothing can be left behind.
 
     Beside the tensors themselves two pieces exist at once at most, each of ``piece_bytes`` or of one tensor that is larger, as long as the parameters of a
     layer come one after the other, as those of a ``state_dict`` do.
@@ -295,7 +292,7 @@ class CudaIPC:
     """Through handles of CUDA memory: for an engine with one worker, on the very GPU that holds the tensors. Copies nothing on the way.
 
     All tensors stay alive until the engine has them: those that were gathered for the transfer need memory together. The handles travel pickled, which vLLM
-    allows where ``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` is set before the engine starts.
+    allows where the engine's processes have ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``; :class:`~arpo_algo.policies.vllm.VLLMPolicy` starts them so.
     """
 
     @property
@@ -303,10 +300,10 @@ class CudaIPC:
         return "ipc"
 
     async def send(self, llm: Any, tensors: Iterator[Named], version: str) -> None:
-        if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") != "1":
-            raise RuntimeError("CudaIPC needs VLLM_ALLOW_INSECURE_SERIALIZATION=1 in the environment before the engine starts")
-        await _init(llm, {"packed": False})
         kept = [(name, tensor.detach().contiguous()) for name, tensor in tensors]
+        if elsewhere := sorted({str(tensor.device) for _, tensor in kept if not tensor.is_cuda}):
+            raise ValueError(f"CudaIPC hands over memory of the GPU, got tensors on {', '.join(elsewhere)}: pass transport=SharedMemory()")
+        await _init(llm, {"packed": False})
         handles = pickle.dumps([cuda_handle(tensor) for _, tensor in kept])
         async with _loading(llm, version):
             await _update(llm, _metadata(kept) | {"ipc_handles_pickled": base64.b64encode(handles).decode()})

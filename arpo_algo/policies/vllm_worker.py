@@ -11,7 +11,6 @@ theirs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,11 +33,6 @@ class EntropyColumn:
             runner.sampler = SamplerWithEntropy(runner.sampler)
         if runner.model_config.hf_text_config.tie_word_embeddings:
             logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_not_of_tied_heads)
-
-    def replace_weights(self, path: str | None, tensors: Iterable[tuple[str, torch.Tensor]] | None) -> None:
-        """Loads the weights of a checkpoint, or named tensors, in place of the present ones. The engine may not step meanwhile."""
-        worker: Any = self
-        worker.reload_weights(**({"weights_path": path} if tensors is None else {"weights_iterator": iter(tensors)}))
 
     def adopt_version(self, version: int) -> None:
         """Completes an update, however the weights came: tokens are sampled by ``version`` from now on."""

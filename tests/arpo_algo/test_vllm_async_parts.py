@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -14,12 +15,13 @@ from typing import Any
 import pytest
 from vllm_engine_fakes import Engine, Listener, start
 
-from arpo_algo.policies import vllm_async, vllm_engine, vllm_processes
+from arpo_algo.policies import vllm_async, vllm_engine, vllm_processes, vllm_start
 from arpo_algo.policies.base import SamplingParams
 from arpo_algo.policies.decoding import DecodingStats
 from arpo_algo.policies.stops import Endings
 from arpo_algo.policies.vllm import VLLMPolicy
 from arpo_algo.policies.vllm_async import AsyncEngine, TreeRanks
+from arpo_algo.policies.vllm_transfer import CudaIPC, SharedMemory, Transport
 from arpo_algo.policies.vllm_turns import EngineStopped, Turn, Turns
 from arpo_algo.policies.vllm_worker import column_id
 
@@ -281,6 +283,45 @@ def test_what_waits_for_an_engine_that_is_closed_is_answered(engine: Any) -> Non
             future.result(60)
 
 
+@pytest.mark.parametrize("moments", range(8))
+def test_a_turn_that_comes_as_the_engine_ends_is_answered(engine: Any, moments: int) -> None:
+    """Whatever of it had begun by then: a task that is cancelled before its first step runs none of its code."""
+    turn = new_turn()
+
+    async def both(llm: Any) -> None:
+        engine.join("late", turn)
+        for _ in range(moments):
+            await asyncio.sleep(0)
+        engine._end_with(EngineStopped("says the test"))
+
+    engine.call(both)
+    with pytest.raises(EngineStopped, match="says the test"):
+        turn.future.result(60)
+
+
+def test_a_worker_ends_with_its_owner() -> None:
+    """Killed, which leaves the owner no time to end anybody. All hold the pipe that is read here: it ends when they have, the worker and another one too."""
+    worker = """
+import sys, time
+from arpo_algo.policies.vllm_processes import end_with
+end_with(int(sys.argv[1]), sys.argv[2], [int(sys.argv[3])])
+print('up', flush=True)
+time.sleep(600)
+"""
+    owner = f"""
+import subprocess, sys, time
+from arpo_algo.policies.vllm_processes import identity
+other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
+subprocess.Popen([sys.executable, '-c', {worker!r}, *map(str, (*identity(), other.pid))])
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", owner], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        process.kill()
+        assert process.stdout.read() == ""
+    vllm_processes.end_with(1 << 30, "another host, where that is a process")
+
+
 def test_no_process_and_no_shared_memory_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a process that has one of its own, with a segment that nobody else will remove."""
     pytest.importorskip("psutil")
@@ -338,6 +379,39 @@ def test_a_failing_start_is_raised_where_the_engine_was_asked_for(monkeypatch: p
     with pytest.raises(RuntimeError, match="no such column"):
         AsyncEngine({}, turns())
     assert "shutdown" in llms[0].calls
+
+    def unseen(llm: Any) -> Any:
+        llms.append(llm)
+        raise PermissionError("no such process")
+
+    monkeypatch.setattr(vllm_async, "Processes", unseen)
+    with pytest.raises(PermissionError, match="no such process"):
+        AsyncEngine({}, turns())
+    assert "shutdown" in llms[1].calls
+
+
+@pytest.mark.parametrize(
+    ("cpu", "arguments", "transport"),
+    [
+        (True, {"enable_sleep_mode": True}, SharedMemory()),
+        (False, {"enable_sleep_mode": False}, SharedMemory()),
+        (False, {"enable_sleep_mode": True, "data_parallel_size": 2}, SharedMemory()),
+        (False, {"enable_sleep_mode": True, "tensor_parallel_size": 1}, CudaIPC()),
+    ],
+)
+def test_which_transport_an_engine_is_started_with(monkeypatch: pytest.MonkeyPatch, cpu: bool, arguments: dict[str, Any], transport: Transport) -> None:
+    """Pickles travel only where they have to, and only between this process's and the engine's."""
+    monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
+    started: list[Any] = []
+    llms = SimpleNamespace(from_engine_args=lambda arguments: started.append((arguments, os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION"))))
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(AsyncEngineArgs=dict))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.async_llm", SimpleNamespace(AsyncLLM=llms))
+    for module in (vllm_async, vllm_start):
+        monkeypatch.setattr(module, "on_cpu", lambda: cpu)
+    assert vllm_async.start_engine({"max_model_len": 8, **arguments}, None)[1] == transport
+    [(given, pickles)] = started
+    assert given["weight_transfer_config"] == {"backend": transport.backend} and given["worker_extension_cls"].endswith(".WeightReceiver")
+    assert pickles == ("1" if transport == CudaIPC() else None) and "VLLM_ALLOW_INSECURE_SERIALIZATION" not in os.environ
 
 
 # --- sleep, in both kinds of engine ---------------------------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ import pytest
 import torch
 from vllm_engine_fakes import Engine, Listener, start
 
-from arpo_algo.policies import vllm_engine
+from arpo_algo.policies import vllm_engine, vllm_start
 from arpo_algo.policies.vllm import VLLMPolicy
+from arpo_algo.policies.vllm_adapters import Adapters
 from arpo_algo.policies.vllm_engine import EngineThread, probe_entropy_column
 from arpo_algo.policies.vllm_turns import EngineStopped
 from arpo_algo.policies.vllm_worker import COLUMNS, EntropyColumn, SamplerWithEntropy, entropies, version_of
@@ -85,9 +86,40 @@ def test_the_column_is_written_where_two_are_asked_for() -> None:
 
 def test_a_rank_without_a_sampler_is_left_alone() -> None:
     worker: Any = EntropyColumn()
-    worker.model_runner = SimpleNamespace(sampler=None)
+    worker.model_runner = SimpleNamespace(sampler=None, model_config=SimpleNamespace(hf_text_config=SimpleNamespace(tie_word_embeddings=False)))
     worker.add_entropy_column()
     assert worker.model_runner.sampler is None
+
+
+def test_memory_of_the_cache_where_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = {"max_model_len": 8, "enable_sleep_mode": False}
+    monkeypatch.setattr(vllm_start, "on_cpu", lambda: True)
+    assert vllm_start.engine_arguments(arguments)["kv_cache_memory_bytes"] == 1 << 30
+    assert vllm_start.engine_arguments({**arguments, "kv_cache_memory_bytes": 5})["kv_cache_memory_bytes"] == 5
+    monkeypatch.setattr(vllm_start, "on_cpu", lambda: False)
+    assert "kv_cache_memory_bytes" not in vllm_start.engine_arguments(arguments), "vLLM takes its share of the GPU"
+
+
+def test_the_files_of_adapters_go_without_close() -> None:
+    engine: Any = None
+    for end in (Adapters.close, lambda adapters: None):
+        adapters = Adapters(engine, Listener())
+        folder = adapters._folder
+        assert folder.is_dir()
+        end(adapters)
+        del adapters
+        assert not folder.exists()
+
+
+def test_an_engine_beside_other_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for world, refused in ((2, True), (1, False)):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)  # noqa: B023
+        if refused:
+            with pytest.raises(ValueError, match="process group of the learner's ranks: pass separate_process=True"):
+                EngineThread({}, Listener())
+        else:
+            start(monkeypatch, Engine(), Listener()).close()
 
 
 def join(thread: EngineThread, name: str, steps: int) -> None:

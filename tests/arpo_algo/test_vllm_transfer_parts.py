@@ -262,14 +262,23 @@ def test_a_checkpoint_folder(tmp_path: Path) -> None:
 
     engine, folder = Engine(), tmp_path / "sent"
     send(engine, TENSORS, CheckpointFolder(path=folder, file_bytes=24))
-    assert engine.calls == [("load_checkpoint", str(folder)), ("version", "5"), ("reset", True)]
+    assert engine.calls == [("replace_weights", str(folder), None), ("version", "5"), ("reset", True)]
     files = [load_file(file) for file in sorted(folder.iterdir())]
     assert [list(file) for file in files] == [["a"], ["b", "c"], ["d"]]
     assert torch.equal(files[1]["c"], TENSORS[2][1])
     send(Engine(), TENSORS[:1], CheckpointFolder(path=folder))
     assert len(list(folder.iterdir())) == 1, "files of the earlier transfer would be loaded too"
     with pytest.raises(EngineStopped, match=r"could not load the checkpoint .* must be restarted: OSError"):
-        asyncio.run(send_checkpoint(Engine(fail="load_checkpoint"), folder, 1))
+        asyncio.run(send_checkpoint(Engine(fail="replace_weights"), folder, 1))
+
+
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
+def on_gpu(tensors: Any) -> Any:
+    """The tensors, as those of a GPU for whoever asks."""
+    return [(name, tensor.as_subclass(OnGPU)) for name, tensor in tensors]
 
 
 def test_cuda_handles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,12 +289,10 @@ def test_cuda_handles(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
     monkeypatch.setattr(vllm_transfer, "cuda_handle", lambda tensor: {"gpu-0": tuple(tensor.shape)})
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: collected.append(names(engine)[-1]))
-    monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
-    with pytest.raises(RuntimeError, match="needs VLLM_ALLOW_INSECURE_SERIALIZATION=1"):
-        send(engine, TENSORS, CudaIPC())
+    with pytest.raises(ValueError, match=r"got tensors on cpu: pass transport=SharedMemory\(\)"):
+        send(engine, [*on_gpu(TENSORS), TENSORS[0]], CudaIPC())
     assert engine.calls == []
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    send(engine, TENSORS, CudaIPC())
+    send(engine, on_gpu(TENSORS), CudaIPC())
     assert names(engine) == ["init", "start", "update", "check_weights", "finish", "reset"]
     assert engine.calls[0] == ("init", {"packed": False})
     info = engine.calls[2][1]
@@ -355,12 +362,7 @@ def test_nccl_meets_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_which_transport() -> None:
-    assert default_transport("cpu") == SharedMemory()
-    assert default_transport("cuda:2") == NCCL(device=2) and default_transport("cuda") == NCCL(device=0)
-    assert default_transport("cuda", same_gpu=True) == CudaIPC()
+    assert default_transport(same_gpu=False) == SharedMemory() and default_transport(same_gpu=True) == CudaIPC()
     assert engine_arguments(CudaIPC())["weight_transfer_config"] == {"backend": "ipc"}
     assert engine_arguments(NCCL(device=0))["weight_transfer_config"] == {"backend": "nccl"}
-    assert engine_arguments(SharedMemory()) == {
-        "weight_transfer_config": {"backend": "arpo_shared_memory"},
-        "worker_extension_cls": "arpo_algo.policies.vllm_shared_memory.WeightReceiver",
-    }
+    assert engine_arguments(SharedMemory()) == {"weight_transfer_config": {"backend": "arpo_shared_memory"}}

@@ -20,10 +20,9 @@ if importlib.util.find_spec("vllm") is None and not os.environ.get("ARPO_REQUIRE
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from vllm_fakes import CONTEXT, TOLERANCE, llama, prompt
+from vllm_fakes import CONTEXT, TOLERANCE, llama, logprobs_of, prompt
 
 from arpo_algo.policies import vllm_transfer
-from arpo_algo.policies.agreement import logprobs_of
 from arpo_algo.policies.vllm_transfer import NCCL, CheckpointFolder, CudaIPC, SharedMemory, Transport, engine_arguments, send_checkpoint, send_weights
 from arpo_algo.policies.vllm_turns import EngineStopped
 
@@ -123,8 +122,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            extension = {"worker_extension_cls": "vllm_receivers.ProbedReceiver"}
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **SETTINGS, **{**engine_arguments(SharedMemory()), **extension}))
+            arguments = {"model": str(folder), "worker_extension_cls": "vllm_receivers.ProbedReceiver", **SETTINGS, **engine_arguments(SharedMemory())}
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
             await llm.collective_rpc("add_entropy_column")  # without it vLLM compiles a kernel for its log-probabilities
             return llm
 
@@ -291,6 +290,10 @@ class Recorder:
         return done
 
 
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
 def test_cuda_handles_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo, IPCWeightTransferUpdateInfo
 
@@ -298,7 +301,7 @@ def test_cuda_handles_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_transfer, "cuda_handle", lambda tensor: {"gpu-0": (tuple(tensor.shape),)})
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    asyncio.run(send_weights(engine, [("a", torch.zeros(2, 3)), ("b", torch.zeros(4))], 1, CudaIPC()))
+    asyncio.run(send_weights(engine, [("a", torch.zeros(2, 3).as_subclass(OnGPU)), ("b", torch.zeros(4).as_subclass(OnGPU))], 1, CudaIPC()))
     assert not IPCWeightTransferInitInfo(**engine.inits[0]).packed
     assert IPCWeightTransferUpdateInfo(**engine.updates[0]).ipc_handles == [{"gpu-0": ((2, 3),)}, {"gpu-0": ((4,),)}]
 
