@@ -117,6 +117,10 @@ def test_an_engine_that_fails_answers_everybody(tmp_path: Path) -> None:
     assert not torch.distributed.is_initialized(), "a learner could not open its process group"
 
 
+VERY_LONG = 2000
+"""Tokens of a turn that is still under way when an adapter has been loaded, which takes as long as a few dozen."""
+
+
 def test_adapters_are_served_beside_the_weights(tmp_path: Path) -> None:
     """A turn under way ends with the adapter it began with."""
     from peft import LoraConfig, get_peft_model
@@ -127,27 +131,26 @@ def test_adapters_are_served_beside_the_weights(tmp_path: Path) -> None:
         ids, params = prompt(70), SamplingParams(max_new_tokens=20, seed=1)
         right(base, ids, params, together(policy, [(ids, params)])[0])
 
-        def update(version: int) -> None:
+        for version in (1, 2, 3):
             torch.manual_seed(version)
-            peft = get_peft_model(copy.deepcopy(base), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)).eval()
-            policy.update_adapter(peft)
-            models[version] = peft
+            config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+            models[version] = get_peft_model(copy.deepcopy(base), config).eval()
 
         async def main() -> list[Generation]:
-            long = asyncio.create_task(policy.generate(prompt(3), SamplingParams(max_new_tokens=LONG)))
+            long = asyncio.create_task(policy.generate(prompt(3), SamplingParams(max_new_tokens=VERY_LONG)))
             await policy.generate(ids, params)
-            await asyncio.to_thread(update, 2)
+            await asyncio.to_thread(policy.update_adapter, models[2])
             assert not long.done()
             return [await policy.generate(ids, params), await long]
 
-        update(1)
+        policy.update_adapter(models[1])
         fresh, long = asyncio.run(main())
         assert (fresh.version, fresh.versions, long.version, long.versions) == (2, [], 1, [])
         right(models[2], ids, params, fresh)
-        right_by_version(models, prompt(3), SamplingParams(max_new_tokens=LONG), long)
+        right_by_version(models, prompt(3), SamplingParams(max_new_tokens=VERY_LONG), long)
         with pytest.raises(AssertionError):
             right(base, ids, params, fresh)
-        update(3)
+        policy.update_adapter(models[3])
         with pytest.raises(RuntimeError, match="call update_adapter"):
             policy.update_weights(base.state_dict().items())
         right(models[3], ids, params, together(policy, [(ids, params)])[0])
