@@ -211,7 +211,6 @@ class ARPOTrainer:
         updated, sending = time.monotonic(), list[float]()
 
         def send() -> None:
-            self.ranks.barrier()  # rank 0 may come from waiting for the batch under way
             sending.append(time.monotonic())
             self._send_weights(in_flight=self.config.update_in_flight)
 

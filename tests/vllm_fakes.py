@@ -27,6 +27,21 @@ ENDLESS = CONTEXT - 3
 LONG = 600
 """Tokens of one during which something else happens."""
 PIECES = [chr(97 + i % 26) * (1 + i // 26) for i in range(VOCAB)]
+SETTINGS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": 32,
+    "enable_chunked_prefill": False,
+    "max_num_batched_tokens": 4096,
+    "max_model_len": CONTEXT,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 1 << 24,
+    "enable_prefix_caching": True,
+    "skip_tokenizer_init": True,
+    "disable_log_stats": True,
+}
+"""Arguments of an engine that a test starts without the policy."""
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 class Pieces:

@@ -38,6 +38,16 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 
 
+def check_prompt(prompt_ids: Sequence[int], params: SamplingParams, *, context_length: int, vocab_size: int) -> None:
+    """Raises ``ValueError`` for an empty prompt, an id outside the vocabulary, and where prompt and ``max_new_tokens`` exceed the context."""
+    if not len(prompt_ids):
+        raise ValueError("expected a prompt of at least 1 token, got none")
+    if len(prompt_ids) + params.max_new_tokens > context_length:
+        raise ValueError(f"prompt ({len(prompt_ids)} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context of {context_length}")
+    if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+        raise ValueError(f"expected ids in [0, {vocab_size}), got {min(prompt_ids)} to {max(prompt_ids)}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """One sampled turn. The three lists have one entry for each sampled token."""

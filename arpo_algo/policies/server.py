@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from arpo_algo.entropy import EntropyBounds, estimate_entropies
-from arpo_algo.policies.base import Generation, SamplingParams
+from arpo_algo.policies.base import Generation, SamplingParams, check_prompt
 from arpo_algo.policies.server_http import JSONClient, ServerError
 from arpo_algo.policies.server_protocol import Tokens, request, tokens
 from arpo_algo.policies.stops import Endings
@@ -91,7 +91,8 @@ class ServerPolicy:
         context; ``ServerError`` where the server refuses, fails for longer than the tries last, or answers something else than a turn.
         """
         prompt = [int(i) for i in prompt_ids]
-        self._check(prompt, params)
+        check_prompt(prompt, params, context_length=self.context_length, vocab_size=self.vocab_size)
+        self._endings.detector(params.stop)  # refuses an empty stop string
         try:
             return await asyncio.wrap_future(self._http.run(self._turn(prompt, params)))
         except asyncio.CancelledError:
@@ -195,15 +196,6 @@ class ServerPolicy:
                 f"{self.url} returned log-probabilities of the tempered distribution, which do not tell the entropy: start vLLM with its default,"
                 " --logprobs-mode raw_logprobs"
             )
-
-    def _check(self, prompt: list[int], params: SamplingParams) -> None:
-        if not prompt:
-            raise ValueError("expected a prompt of at least 1 token, got none")
-        if len(prompt) + params.max_new_tokens > self.context_length:
-            raise ValueError(f"prompt ({len(prompt)} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context of {self.context_length}")
-        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
-            raise ValueError(f"expected ids in [0, {self.vocab_size}), got {min(prompt)} to {max(prompt)}")
-        self._endings.detector(params.stop)  # refuses an empty stop string
 
 
 def _longest(models: Any, model: str, url: str) -> int | None:

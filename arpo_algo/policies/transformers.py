@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from arpo_algo.checkpoint import copy_weights, read_weights
-from arpo_algo.policies.base import Generation, SamplingParams
+from arpo_algo.policies.base import Generation, SamplingParams, check_prompt
 from arpo_algo.policies.decoding import CachedDecoder, Decoder, DecodingStats, RecomputingDecoder, evaluating, why_not_cached
 from arpo_algo.policies.kv_cache import Ids
 from arpo_algo.policies.model_info import model_context_length, model_eos_ids, model_vocab_size
@@ -283,13 +283,7 @@ class TransformersPolicy:
         return RecomputingDecoder(self.model, self.stats)
 
     def _checked(self, prompt_ids: Sequence[int], params: SamplingParams) -> Ids:
-        prompt = np.array(prompt_ids, np.int64)
-        if not len(prompt):
-            raise ValueError("expected a prompt of at least 1 token, got none")
-        if len(prompt) > self._context_length:
-            raise ValueError(f"the prompt has {len(prompt)} tokens, the context holds {self._context_length}")
-        if len(prompt) + params.max_new_tokens > self._context_length:
-            raise ValueError(f"prompt ({len(prompt)} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context of {self._context_length}")
-        if prompt.min() < 0 or prompt.max() >= self._vocab_size:
-            raise ValueError(f"expected ids in [0, {self._vocab_size}), got {prompt.min()} to {prompt.max()}")
-        return prompt
+        if len(prompt_ids) > self._context_length:
+            raise ValueError(f"the prompt has {len(prompt_ids)} tokens, the context holds {self._context_length}")
+        check_prompt(prompt_ids, params, context_length=self._context_length, vocab_size=self._vocab_size)
+        return np.array(prompt_ids, np.int64)

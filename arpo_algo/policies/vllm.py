@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from arpo_algo.policies.base import Generation, SamplingParams
+from arpo_algo.policies.base import Generation, SamplingParams, check_prompt
 from arpo_algo.policies.decoding import DecodingStats
 from arpo_algo.policies.model_info import checkpoint_info, model_context_length, model_eos_ids
 from arpo_algo.policies.stops import Endings
@@ -195,12 +195,7 @@ class VLLMPolicy:
 
     def _checked(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
         prompt = [int(i) for i in prompt_ids]
-        if not prompt:
-            raise ValueError("expected a prompt of at least 1 token, got none")
-        if len(prompt) + params.max_new_tokens > self._context_length:
-            raise ValueError(f"prompt ({len(prompt)} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context of {self._context_length}")
-        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
-            raise ValueError(f"expected ids in [0, {self.vocab_size}), got {min(prompt)} to {max(prompt)}")
+        check_prompt(prompt, params, context_length=self._context_length, vocab_size=self.vocab_size)
         if 0 < params.temperature < _MIN_TEMPERATURE:
             raise ValueError(f"temperature must be 0 or at least {_MIN_TEMPERATURE} with vLLM, got {params.temperature}")
         return prompt

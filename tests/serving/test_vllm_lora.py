@@ -24,7 +24,8 @@ if importlib.util.find_spec("vllm") is None and not os.environ.get("ARPO_REQUIRE
 
 import numpy as np
 import torch
-from vllm_fakes import CONTEXT, llama, logprobs_of, prompt
+from vllm_fakes import ENVIRONMENT, llama, logprobs_of, prompt
+from vllm_fakes import SETTINGS as ENGINE
 
 from arpo_algo.learner import add_lora
 from arpo_algo.policies.vllm_lora import (
@@ -43,21 +44,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of vLLM and what it imports
 ]
 RANK = 4
-SETTINGS = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "block_size": 32,
-    "enable_chunked_prefill": False,
-    "max_num_batched_tokens": 4096,
-    "max_model_len": CONTEXT,
-    "max_num_seqs": 8,
-    "kv_cache_memory_bytes": 1 << 24,
-    "enable_prefix_caching": True,
-    "skip_tokenizer_init": True,
-    "disable_log_stats": True,
-    "worker_extension_cls": "arpo_algo.policies.vllm_shared_memory.WeightReceiver",
-}
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+SETTINGS = ENGINE | {"worker_extension_cls": "arpo_algo.policies.vllm_shared_memory.WeightReceiver"}
 TOLERANCE = 1e-4
 """Nats. The prompts are random ids, down to -20 nats each; another adapter is off by 1."""
 OTHER = 0.1

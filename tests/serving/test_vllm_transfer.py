@@ -20,7 +20,8 @@ if importlib.util.find_spec("vllm") is None and not os.environ.get("ARPO_REQUIRE
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from vllm_fakes import CONTEXT, TOLERANCE, llama, logprobs_of, prompt
+from vllm_fakes import ENVIRONMENT, TOLERANCE, llama, logprobs_of, prompt
+from vllm_fakes import SETTINGS as ENGINE
 
 from arpo_algo.policies import vllm_transfer
 from arpo_algo.policies.vllm_transfer import NCCL, CheckpointFolder, CudaIPC, SharedMemory, Transport, engine_arguments, send_checkpoint, send_weights
@@ -31,21 +32,7 @@ pytestmark = [
     pytest.mark.timeout(900),  # a start takes 30 s on an idle machine
     pytest.mark.filterwarnings("ignore"),  # those of vLLM and what it imports
 ]
-SETTINGS = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "block_size": 32,
-    "enable_chunked_prefill": False,
-    "max_num_batched_tokens": 4096,
-    "max_model_len": CONTEXT,
-    "max_num_seqs": 8,
-    "kv_cache_memory_bytes": 1 << 24,
-    "logprobs_mode": "processed_logprobs",
-    "enable_prefix_caching": True,
-    "skip_tokenizer_init": True,
-    "disable_log_stats": True,
-}
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+SETTINGS = ENGINE | {"logprobs_mode": "processed_logprobs"}
 
 
 @dataclass
