@@ -23,14 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from arpo_algo.distributed import Ranks
+from arpo_algo.layouts import Layouts
 from arpo_algo.learner_config import LearnerConfig as LearnerConfig
-from arpo_algo.logprobs import TokenLogprobs
+from arpo_algo.logprobs import Packed, TokenLogprobs
 from arpo_algo.losses import KLEstimator, PolicyLoss, clipped_surrogate, kl_k3, truncated_importance_weights
 from arpo_algo.optim import check_trainable, decay_groups, load_optimizer, optimizer_state, schedule_factor
-from arpo_algo.packing import Rows
+from arpo_algo.packing import Layout, Rows
 from arpo_algo.reference import in_place
 from arpo_algo.sharding import fill, on_main, rank_micro_batches, reshard, shard, sync_gradients, whole
 from arpo_algo.tally import Mismatch, Tally
+from arpo_algo.tree_support import TreeSupport, tree_support
 from arpo_algo.weights import adapter_weights, whole_weights
 
 
@@ -42,6 +44,9 @@ class Batch(NamedTuple):
     old_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
+    ref_logprobs: Tensor | None
+    packed: Packed | None
+    """The same rows as a packed token tree, where they are computed as one."""
 
 
 class Learner:
@@ -67,7 +72,9 @@ class Learner:
         if config.gradient_checkpointing:
             enable: Any = model.gradient_checkpointing_enable
             enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.layouts = self._layouts(model)
         self.logprobs = self._scorer(model)
+        self.ref_layouts = self.layouts if ref_model is None else self._layouts(ref_model)
         self.ref_logprobs = None if ref_model is None else self._scorer(ref_model.eval())
         self.trainable = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(decay_groups(self.trainable, config.weight_decay), lr=config.lr, betas=config.betas, fused=True)
@@ -90,14 +97,15 @@ class Learner:
         started, config, tally = time.perf_counter(), self.config, Tally()
         mismatch = Mismatch(clip_low=config.clip_low, clip_high=config.clip_high, cap=config.importance_cap)
         trained = rows.mask.any(1) & (self._always_pulls or bool(rows.advantages[rows.mask].any()))
-        rows = self._with_old_logprobs(rows.select(np.flatnonzero(trained)), mismatch)
-        with self._mode():
+        rows = rows.select(np.flatnonzero(trained))
+        layout, shared = self.layouts.choose(rows)
+        rows = self._with_ref_logprobs(self._with_old_logprobs(rows, mismatch))
+        with self._mode(), self.layouts.active(layout):
             for number, minibatch in enumerate(self._minibatches(rows)):
-                for batch in self._micro_batches(minibatch, tally):
-                    ref_logprobs = self._ref_logprobs(batch)
-                    logprobs, entropies = self.logprobs(batch.token_ids, batch.mask, entropy_grad=config.entropy_coef > 0)
+                for batch in self._micro_batches(minibatch, layout, tally):
+                    logprobs, entropies = self.logprobs(batch.token_ids, batch.mask, batch.packed, entropy_grad=config.entropy_coef > 0)
                     objective = self.loss(logprobs, batch.old_logprobs, batch.advantages, batch.mask, clip_low=config.clip_low, clip_high=config.clip_high)
-                    kl = None if ref_logprobs is None else self.kl(logprobs, ref_logprobs)
+                    kl = None if batch.ref_logprobs is None else self.kl(logprobs, batch.ref_logprobs)
                     per_token = objective.per_token + config.entropy_coef * entropies - (0.0 if kl is None else config.kl_coef * kl)  # (R, T)
                     loss = -(batch.weights * per_token).sum()
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -107,20 +115,29 @@ class Learner:
                 tally.grad_norms.append(self._step())
         self.updates += 1
         counts = {"lr": self._lr(max(self.steps - 1, 0)), "tokens_trained": float(rows.mask.sum()), "steps": self.steps, "skipped_steps": self.skipped_steps}
+        counts |= {"sharing": shared.tokens, "tree_layout": float(layout == "tree")}
         return tally.metrics(self.ranks) | mismatch.metrics(self.ranks) | counts | {"seconds": time.perf_counter() - started}
 
     def token_logprobs(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """Log-probabilities at the sampling temperature and entropies (nats, temperature 1) of the mask's tokens, both (R, T), 0 elsewhere; no gradient."""
+        return self._computed(self.logprobs, self.layouts, rows)
+
+    @torch.no_grad()
+    def _computed(self, scorer: TokenLogprobs, layouts: Layouts, rows: Rows) -> tuple[Tensor, Tensor]:
+        """What a scorer says of all rows, in micro-batches that the ranks share; every rank gets all of it."""
         logprobs, entropies = (torch.zeros(rows.mask.shape, dtype=self.trainable[0].dtype, device=self.device) for _ in range(2))
         counted = np.flatnonzero(rows.mask.any(1))
-        with self._mode(), torch.no_grad():
-            for chosen in rank_micro_batches(rows.select(counted), self.config.micro_batch_tokens, self.ranks):
+        chosen_rows = rows.select(counted)
+        layout, _ = layouts.choose(chosen_rows)
+        with self._mode(), layouts.active(layout):
+            for chosen in rank_micro_batches(chosen_rows, self.config.micro_batch_tokens, self.ranks, layout=layout):
                 index = counted[chosen]
-                part = self._tensors(_with_a_row(rows.select(index)))
+                part = self._tensors(_with_a_row(rows.select(index)), layouts, layout)
                 width, where = part.mask.shape[1], torch.as_tensor(index, device=self.device)
-                values = self.logprobs(part.token_ids, part.mask)
+                values = scorer(part.token_ids, part.mask, part.packed)
                 if len(index):
                     logprobs[where, :width], entropies[where, :width] = values
+            reshard(scorer)
         return self.ranks.sum(logprobs), self.ranks.sum(entropies)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -202,27 +219,32 @@ class Learner:
         self.steps, self.updates, self.skipped_steps = self.ranks.broadcast_from_main(lambda: [(main or {})[name] for name in counters])
 
     def _minibatches(self, rows: Rows) -> Iterator[Rows]:
-        """The rows of each optimiser step. Weights are scaled by the share of rows, so that each step is a mean over its own trajectories."""
+        """The rows of each optimiser step. Weights are scaled by the share of rows, so that each step is a mean over its own trajectories.
+
+        Groups are drawn in a random order and so are the rows of each, which stay together: a step computes once what they share.
+        """
         for epoch in range(self.config.epochs if len(rows) else 0):
             order = np.arange(len(rows))
             if self.config.minibatches > 1:
-                order = np.random.default_rng([self.config.seed, self.updates, epoch]).permutation(len(rows))
+                rng = np.random.default_rng([self.config.seed, self.updates, epoch])
+                order = np.concatenate([rng.permutation(np.flatnonzero(rows.groups == group)) for group in rng.permutation(np.unique(rows.groups))])
             for index in np.array_split(order, min(self.config.minibatches, len(rows))):
                 part = rows.select(index)
                 yield replace(part, weights=part.weights * np.float32(len(rows) / len(index)))
 
-    def _micro_batches(self, rows: Rows, tally: Tally) -> Iterator[Batch]:
+    def _micro_batches(self, rows: Rows, layout: Layout, tally: Tally) -> Iterator[Batch]:
         """This rank's share of the rows of a step. Gradients are summed over ranks where the last of them ends, or after each."""
-        batches = rank_micro_batches(rows, self.config.micro_batch_tokens, self.ranks)
+        batches = rank_micro_batches(rows, self.config.micro_batch_tokens, self.ranks, layout=layout)
         for number, index in enumerate(batches):
-            part = rows.select(index)
-            tally.positions += part.attention.size
-            tally.padding += part.attention.size - int(part.attention.sum())
+            batch = self._tensors(_with_a_row(rows.select(index)), self.layouts, layout)
+            tally.count(batch.token_ids if batch.packed is None else batch.packed.inputs["input_ids"], int(rows.attention[index].sum()))
             sync_gradients(self.logprobs, number == len(batches) - 1 or not self.config.accumulate_whole)
-            yield self._tensors(_with_a_row(part))
+            yield batch
 
-    def _tensors(self, rows: Rows) -> Batch:
-        return Batch(*(torch.as_tensor(getattr(rows, name), device=self.device) for name in Batch._fields))
+    def _tensors(self, rows: Rows, layouts: Layouts, layout: Layout) -> Batch:
+        arrays: dict[str, Any] = {name: getattr(rows, name) for name in Batch._fields if name != "packed"}
+        tensors: dict[str, Any] = {name: None if array is None else torch.as_tensor(array, device=self.device) for name, array in arrays.items()}
+        return Batch(**tensors, packed=layouts.pack(rows, layout, device=self.device, dtype=self._activations))
 
     def _with_old_logprobs(self, rows: Rows, mismatch: Mismatch) -> Rows:
         """The rows, with old log-probabilities of this learner where the config asks for them."""
@@ -237,17 +259,16 @@ class Learner:
             advantages = advantages * truncated_importance_weights(logprobs, engine, cap=self.config.importance_cap).cpu().numpy()
         return replace(rows, old_logprobs=logprobs.cpu().numpy(), advantages=advantages)
 
-    @torch.no_grad()
-    def _ref_logprobs(self, batch: Batch) -> Tensor | None:
+    def _with_ref_logprobs(self, rows: Rows) -> Rows:
+        """The rows, with log-probabilities of the reference where there is one: they do not change while the batch is trained on."""
+        if not len(rows):
+            return rows
         if self.ref_logprobs is not None:
-            try:
-                return self.ref_logprobs(batch.token_ids, batch.mask)[0]
-            finally:
-                reshard(self.ref_logprobs)
+            return replace(rows, ref_logprobs=self._computed(self.ref_logprobs, self.ref_layouts, rows)[0].cpu().numpy())
         if self.reference is None:
-            return None
+            return rows
         with in_place(self.reference, self.trainable, self.logprobs):
-            return self.logprobs(batch.token_ids, batch.mask)[0]
+            return replace(rows, ref_logprobs=self.token_logprobs(rows)[0].cpu().numpy())
 
     def _step(self) -> float:
         """Clip, step, clear; returns the norm of the gradient before clipping."""
@@ -282,15 +303,23 @@ class Learner:
             self.model.eval()
             reshard(self.logprobs)
 
+    @property
+    def _activations(self) -> torch.dtype:
+        return torch.bfloat16 if self.config.dtype == "bfloat16" else self.trainable[0].dtype
+
+    def _layouts(self, model: nn.Module) -> Layouts:
+        """What layouts a model can take, tried on rank 0 before it is spread."""
+        support = TreeSupport(None) if self.config.layout == "padded" else self.ranks.broadcast_from_main(lambda: tree_support(model))
+        return Layouts(model, self.config.layout, support)
+
     def _scorer(self, model: nn.Module) -> TokenLogprobs:
         """The forward of a model, which is spread over the ranks where there are several."""
         compute = torch.bfloat16 if self.config.dtype == "bfloat16" else None
         alone = self.ranks.size == 1
         scorer = TokenLogprobs(model, temperature=self.config.temperature, chunk_mib=self.config.logit_chunk_mib, autocast=compute if alone else None)
+        device = next(model.parameters()).device
+        scorer.use_head(self.ranks.broadcast_from_main(lambda: scorer.has_plain_head(torch.arange(2, device=device)[None])))
         if not alone:
-            device = next(model.parameters()).device
-            plain = self.ranks.broadcast_from_main(lambda: scorer.has_plain_head(torch.arange(2, device=device)[None]))
-            scorer.use_head(plain)
             shard(scorer, self.ranks, compute=compute)
         return scorer
 
@@ -325,5 +354,6 @@ def _with_a_row(rows: Rows) -> Rows:
     """The rows; where there are none, one of two tokens and an empty mask, since every rank must go along with each forward and backward."""
     if len(rows):
         return rows
-    shape = (1, 2)
-    return Rows(**{name: np.zeros(shape, dtype=getattr(rows, name).dtype) for name in Rows.__dataclass_fields__})
+    arrays: dict[str, Any] = {name: getattr(rows, name) for name in Rows.__dataclass_fields__}
+    blank: dict[str, Any] = {name: None if array is None else np.zeros((1, 2)[: array.ndim], dtype=array.dtype) for name, array in arrays.items()}
+    return Rows(**blank | {"attention": np.ones((1, 2), dtype=bool)})

@@ -13,16 +13,32 @@ All of it happens in the forward of one module, the scorer: where the model is s
 gathers the head's weights, for the chunks and for their recomputation.
 
 Right-padded rows get no attention mask: under causal attention no token sees the padding behind it, and without a mask the faster kernels apply.
+
+With a packed token tree (:mod:`arpo_algo.token_tree`) each unique token goes through model and head once, and the floats are read back for every row that holds
+it. Autograd adds up the copies' gradients, so the result is that of the padded rows, whatever the loss.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+
+from arpo_algo.head import head_logprobs
+
+
+class Packed(NamedTuple):
+    """A packed token tree on the model's device."""
+
+    inputs: dict[str, Any]
+    """Arguments of the model's forward over U tokens: :func:`arpo_algo.tree_attention.model_inputs`."""
+    sources: Tensor
+    """(E,) packed index of the token whose hidden state predicts each unique trained token."""
+    targets: Tensor
+    """(E,) ids of the unique trained tokens."""
+    copies: Tensor
+    """(N,) for each token of the mask, row by row, which of the E it is."""
 
 
 class TokenLogprobs(nn.Module):
@@ -37,22 +53,27 @@ class TokenLogprobs(nn.Module):
         self.autocast = autocast
         self._heads: list[nn.Module] | None = None  # a list, since a module of a module would be its child: a second name for the head
 
-    def __call__(self, token_ids: Tensor, mask: Tensor, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+    def __call__(self, token_ids: Tensor, mask: Tensor, packed: Packed | None = None, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probability of each token of the mask (at the temperature) and entropy before it (nats, full vocabulary, temperature 1).
 
         ``token_ids`` (R, T) int64 right-padded, ``mask`` (R, T) bool with column 0 False, both on the model's device. Returns two (R, T) tensors, 0 outside the
-        mask: float32, or float64 for a float64 model. Entropies carry a gradient only with ``entropy_grad``.
+        mask: float32, or float64 for a float64 model. Entropies carry a gradient only with ``entropy_grad``. ``packed`` is the tree of the rows,
+        computed in their place inside :func:`arpo_algo.tree_attention.tree_attention`.
         """
-        values: tuple[Tensor, Tensor] = super().__call__(token_ids, mask, entropy_grad=entropy_grad)
+        values: tuple[Tensor, Tensor] = super().__call__(token_ids, mask, packed, entropy_grad=entropy_grad)
         return values
 
-    def forward(self, token_ids: Tensor, mask: Tensor, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, token_ids: Tensor, mask: Tensor, packed: Packed | None, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
         """What calling the scorer computes."""
         if self._heads is None:
             self.use_head(self.has_plain_head(token_ids))
         with torch.autocast(token_ids.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            hidden = self._hidden(token_ids[:, :-1])[mask[:, 1:]]  # (N, H), or logits (N, V) on the plain path
-            logprobs, entropies = self._in_chunks(hidden, token_ids[mask], entropy_grad)  # (N,)
+            if packed is None:
+                hidden, targets = self._hidden(input_ids=token_ids[:, :-1])[mask[:, 1:]], token_ids[mask]  # (N, H), or logits (N, V) on the plain path
+            else:
+                hidden, targets = self._hidden(**packed.inputs)[0][packed.sources], packed.targets  # (E, H) or (E, V)
+            values = head_logprobs(self._head, hidden, targets, temperature=self.temperature, chunk_elements=self.chunk_elements, entropy_grad=entropy_grad)
+        logprobs, entropies = values if packed is None else (value[packed.copies] for value in values)  # (N,)
         zeros = logprobs.new_zeros(token_ids.shape)
         return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies)
 
@@ -65,7 +86,7 @@ class TokenLogprobs(nn.Module):
         hook = head.register_forward_pre_hook(lambda _, args: given.append(args[0]))
         try:
             with torch.no_grad():
-                logits = self._forward(token_ids[:1, :2])
+                logits = self._forward(input_ids=token_ids[:1, :2])
                 return len(given) == 1 and _same(head(given[0]), logits)
         finally:
             hook.remove()
@@ -79,10 +100,10 @@ class TokenLogprobs(nn.Module):
     def _head(self) -> nn.Module | None:
         return self._heads[0] if self._heads else None
 
-    def _hidden(self, token_ids: Tensor) -> Tensor:
+    def _hidden(self, **inputs: Any) -> Tensor:
         """What the head is given at each position (R, T, H); without a plain head the logits (R, T, V)."""
         if self._head is None:
-            return self._forward(token_ids)
+            return self._forward(**inputs)
         caught: list[Tensor] = []
 
         def catch(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -91,47 +112,19 @@ class TokenLogprobs(nn.Module):
 
         hook = self._head.register_forward_pre_hook(catch)
         try:
-            self._forward(token_ids)
+            self._forward(**inputs)
         finally:
             hook.remove()
         return caught[0]
 
-    def _forward(self, token_ids: Tensor) -> Tensor:
-        logits: Tensor = self.model(input_ids=token_ids, use_cache=False).logits
+    def _forward(self, **inputs: Any) -> Tensor:
+        logits: Tensor = self.model(**inputs, use_cache=False).logits
         return logits
-
-    def _in_chunks(self, hidden: Tensor, targets: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
-        score = partial(_score, self._head, temperature=self.temperature, entropy_grad=entropy_grad)
-        vocabulary = hidden.shape[-1] if self._head is None else _vocabulary(self._head)
-        size = max(1, self.chunk_elements // vocabulary)
-        if len(targets) <= size:
-            return score(hidden, targets)
-        if torch.is_grad_enabled():
-            score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
-        parts = [score(h, t) for h, t in zip(torch.split(hidden, size), torch.split(targets, size), strict=True)]
-        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
 
     def _output_layer(self) -> nn.Module | None:
         get: Any = getattr(self.model, "get_output_embeddings", lambda: None)
         head: nn.Module | None = get()
         return head if hasattr(head, "weight") else None
-
-
-def _score(head: nn.Module | None, hidden: Tensor, targets: Tensor, *, temperature: float, entropy_grad: bool) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies (N,) of ``targets`` (N,) from ``hidden`` (N, H), or from logits (N, V) without a head."""
-    logits = hidden if head is None else head(hidden)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    log_p = (logits / temperature).log_softmax(-1) if temperature != 1 else logits.log_softmax(-1)  # (N, V)
-    logprobs = log_p.gather(-1, targets[:, None]).squeeze(-1)
-    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-        log_p1 = logits.log_softmax(-1) if temperature != 1 else log_p
-        entropies = -(log_p1.exp() * log_p1).sum(-1)
-    return logprobs, entropies
-
-
-def _vocabulary(head: nn.Module) -> int:
-    weight: Any = head.weight
-    return int(weight.shape[0])
 
 
 def _same(left: Tensor, right: Tensor) -> bool:

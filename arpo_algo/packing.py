@@ -1,4 +1,4 @@
-"""A batch of groups as padded rows: the layout that any causal language model takes.
+"""A batch of groups as rows, and how the rows are cut into micro-batches.
 
 Everything the loss needs is aligned to *targets*: column ``t`` of ``mask``, ``old_logprobs``, ``advantages`` and ``weights`` speaks of the token
 ``token_ids[:, t]``, which the logits of column ``t - 1`` predict. Column 0 is never a target.
@@ -11,10 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
+from arpo_algo.token_tree import build_tree, partition
 from arpo_algo.tree import RolloutTree, Trajectory
+
+Layout = Literal["tree", "packed", "padded"]
+"""How rows are computed: as a packed token tree, packed one behind the other, or padded to one length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +32,8 @@ class Rows:
     old_logprobs: np.ndarray  # (R, T) float32
     advantages: np.ndarray  # (R, T) float32
     weights: np.ndarray  # (R, T) float32; sums over the whole batch as the loss's global denominator says; 0 where not mask
+    groups: np.ndarray  # (R,) int64, number of the group that each row belongs to; rows of one group stand together
+    ref_logprobs: np.ndarray | None = None  # (R, T) float32, of the reference, where the loss has a KL term
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -34,7 +41,14 @@ class Rows:
     def select(self, rows: Sequence[int] | np.ndarray) -> Rows:
         """The given rows, cut to the longest among them."""
         length = int(self.attention[rows].sum(1).max(initial=0))
-        return Rows(**{name: getattr(self, name)[rows][:, :length] for name in self.__dataclass_fields__})
+        arrays: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        chosen: dict[str, Any] = {name: None if a is None else a[rows][:, :length] if a.ndim > 1 else a[rows] for name, a in arrays.items()}
+        return Rows(**chosen)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(R,) tokens of each row."""
+        return np.asarray(self.attention.sum(1))
 
 
 Weigh = Callable[[np.ndarray], np.ndarray]
@@ -89,8 +103,9 @@ def pad_groups(trees: Sequence[RolloutTree], token_advantages: Sequence[Sequence
             mask[row, :length] = _targets(trajectory)
             old_logprobs[row, :length] = trajectory.logprobs
             row_advantages[row, :length] = np.where(mask[row, :length], values, 0.0)
-    weights = weigh(mask).astype(np.float32)
-    return Rows(token_ids=token_ids, attention=attention, mask=mask, old_logprobs=old_logprobs, advantages=row_advantages, weights=weights)
+    weights, groups = weigh(mask).astype(np.float32), np.repeat(np.arange(len(trees)), [len(tree.trajectories) for tree in trees])
+    numbers = {"old_logprobs": old_logprobs, "advantages": row_advantages, "weights": weights}
+    return Rows(token_ids=token_ids, attention=attention, mask=mask, groups=groups, **numbers)
 
 
 def micro_batches(rows: Rows, max_tokens: int) -> list[np.ndarray]:
@@ -109,6 +124,27 @@ def micro_batches(rows: Rows, max_tokens: int) -> list[np.ndarray]:
         batches.append(order[start : start + size])
         start += size
     return batches
+
+
+def tree_micro_batches(rows: Rows, max_tokens: int, *, share: bool = True) -> list[np.ndarray]:
+    """Index arrays that cover every row once, whose packed trees hold at most ``max_tokens`` unique tokens each, largest first.
+
+    A group is cut only where it is larger than that, between neighbours in its tree. Without ``share`` the tokens of all rows count.
+    """
+    pieces: list[tuple[int, np.ndarray]] = []
+    for group in np.unique(rows.groups):
+        of_group = np.flatnonzero(rows.groups == group)
+        part = rows.select(of_group)
+        for bin_ in partition(part.token_ids, part.lengths, max_tokens, share=share):
+            cut = part.select(bin_)
+            pieces.append((len(build_tree(cut.token_ids, cut.lengths, share=share)), of_group[bin_]))
+    batches: list[tuple[int, list[np.ndarray]]] = []
+    for size, rows_of_piece in pieces:
+        if batches and batches[-1][0] + size <= max_tokens:
+            batches[-1] = (batches[-1][0] + size, [*batches[-1][1], rows_of_piece])
+        else:
+            batches.append((size, [rows_of_piece]))
+    return [np.concatenate(parts) for _, parts in sorted(batches, key=lambda batch: -batch[0])]
 
 
 def _paired(tree: RolloutTree, per_trajectory: Sequence[np.ndarray]) -> Sequence[np.ndarray]:

@@ -176,7 +176,8 @@ def pad_examples(examples: Sequence[SFTExample], *, pad_id: int) -> Rows:
         token_ids[row, :length], mask[row, :length], attention[row, :length] = example.token_ids, example.mask, True
     if not mask.any():
         raise ValueError(f"expected a batch with tokens of the policy, got {len(examples)} examples without any")
-    return Rows(token_ids=token_ids, attention=attention, mask=mask, old_logprobs=zeros, advantages=zeros, weights=token_mean(mask).astype(np.float32))
+    weights, groups = token_mean(mask).astype(np.float32), np.arange(len(examples))
+    return Rows(token_ids=token_ids, attention=attention, mask=mask, old_logprobs=zeros, advantages=zeros, weights=weights, groups=groups)
 
 
 def make_optimizers(model: nn.Module, config: SFTConfig) -> list[torch.optim.Optimizer]:

@@ -22,6 +22,11 @@ class Tally:
     positions: int = 0
     padding: int = 0
 
+    def count(self, computed: Tensor, tokens: int) -> None:
+        """Count a micro-batch that computes ``computed.numel()`` positions for ``tokens`` tokens; a packed tree computes fewer positions than tokens."""
+        self.positions += computed.numel()
+        self.padding += max(0, computed.numel() - tokens)
+
     @torch.no_grad()
     def add(self, mask: Tensor, old_logprobs: Tensor, *, loss: Tensor, logprobs: Tensor, entropies: Tensor, objective: Objective, kl: Tensor | None) -> None:
         """Count one micro-batch: (R, T) tensors, the loss a scalar. Without a token in the mask it adds zeros."""

@@ -58,7 +58,7 @@ MAX_REDRAWS = 3
 
 MAY_DIFFER = (
     "steps", "total_steps", "save_every", "keep_checkpoints", "record_every", "max_mismatch", "max_failed_share", "max_unavailable_share",
-    "micro_batch_tokens", "logit_chunk_mib", "gradient_checkpointing", "accumulate_whole",
+    "micro_batch_tokens", "layout", "logit_chunk_mib", "gradient_checkpointing", "accumulate_whole",
 )  # fmt: skip
 """Settings with which a resumed run may differ from the one that wrote the checkpoint."""
 

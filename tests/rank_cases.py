@@ -57,6 +57,7 @@ def batch(lengths: tuple[int, ...] = LENGTHS, *, masked: tuple[int, ...] = (), s
         old_logprobs=zeros,
         advantages=np.where(mask, rng.normal(size=(shape[0], 1)), 0).astype(np.float32),
         weights=trajectory_mean(mask).astype(np.float32),
+        groups=np.arange(shape[0]),
     )
     logprobs, _ = Learner(tiny_model(), LearnerConfig()).token_logprobs(rows)
     return replace(rows, old_logprobs=np.where(mask, logprobs.numpy() + rng.normal(0, 0.2, shape), 0).astype(np.float32))
@@ -134,7 +135,7 @@ def faults(ranks: Ranks) -> dict[str, tuple[Any, Any]]:
             module.set_gradient_divide_factor(float(ranks.size))
     local = learner(ranks)
     tensors = local._tensors
-    local._tensors = lambda rows: _of_own_mean(tensors(rows))  # type: ignore[method-assign]
+    local._tensors = lambda rows, *layout: _of_own_mean(tensors(rows, *layout))  # type: ignore[method-assign]
     right = outcome(learner(Ranks()), batch())
     return {"averaged over ranks": (right, outcome(averaging, batch())), "denominators of a rank": (right, outcome(local, batch()))}
 

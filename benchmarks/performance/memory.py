@@ -127,7 +127,15 @@ def _row(tokens: int, vocabulary: int) -> Any:
     numbers = np.full(shape, 0.5, dtype=np.float32)
     ids = np.random.default_rng(0).integers(0, vocabulary, shape)
     weights = (mask / mask.sum()).astype(np.float32)
-    return Rows(token_ids=ids, attention=np.ones(shape, dtype=bool), mask=mask, old_logprobs=-numbers, advantages=numbers * mask, weights=weights)
+    return Rows(
+        token_ids=ids,
+        attention=np.ones(shape, dtype=bool),
+        mask=mask,
+        old_logprobs=-numbers,
+        advantages=numbers * mask,
+        weights=weights,
+        groups=np.arange(len(ids)),
+    )
 
 
 def _status(name: str) -> int:

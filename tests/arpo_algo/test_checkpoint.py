@@ -54,6 +54,7 @@ def random_rows(learner: Learner) -> Rows:
         old_logprobs=np.zeros(ids.shape, dtype=np.float32),
         advantages=np.where(mask, torch.randn(6, 1).numpy(), 0).astype(np.float32),
         weights=(mask / mask.sum()).astype(np.float32),
+        groups=np.arange(6),
     )
     logprobs, _ = learner.token_logprobs(rows)
     return Rows(**{name: getattr(rows, name) for name in rows.__dataclass_fields__} | {"old_logprobs": logprobs.numpy()})

@@ -196,7 +196,7 @@ def test_gathered_and_chunked_logprobs_equal_full_logits(make, plain, chunk_rows
 def test_only_targets_reach_the_head_and_in_chunks():
     model = tiny_model()
     rows = rows_of(rollout(model, LENGTHS))
-    learner = Learner(model, LearnerConfig())
+    learner = Learner(model, LearnerConfig(layout="padded"))
     learner.token_logprobs(rows)
     sizes: list[int] = []
     model.lm_head.register_forward_hook(lambda module, args, output: sizes.append(output.numel() // VOCABULARY))
@@ -586,7 +586,7 @@ def test_state_resumes_to_the_bit():
 def test_metrics_count_tokens_and_padding():
     model = tiny_model()
     rows = rows_of(rollout(model, [[1], [5]]))  # 3 + 1 and 3 + 5 tokens
-    metrics = Learner(model, LearnerConfig()).update(rows)
+    metrics = Learner(model, LearnerConfig(layout="padded")).update(rows)
     assert metrics["tokens_trained"] == 6 and metrics["padded_share"] == pytest.approx(4 / 16)
     assert metrics["entropy"] == pytest.approx(float(Learner(model, LearnerConfig()).token_logprobs(rows)[1].sum()) / 6, rel=1e-3)
-    assert Learner(model, LearnerConfig(micro_batch_tokens=8)).update(rows)["padded_share"] == 0
+    assert Learner(model, LearnerConfig(micro_batch_tokens=8, layout="padded")).update(rows)["padded_share"] == 0

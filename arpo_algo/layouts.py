@@ -1,0 +1,100 @@
+"""Which layout a batch is computed in: a packed token tree where that pays, padded rows where it does not. The layout changes time and memory, not the result.
+
+The gain of the tree is predicted from three ratios (:class:`~arpo_algo.token_tree.Sharing`) and the sizes of the model, as floating-point operations:
+
+    gain = (B tokens + A pairs + H targets) / (B unique tokens + A unique pairs + H unique targets)
+
+with B = 6 times the parameters that every token passes, A = 14 times the width of all attention heads of all layers, and H = 8 times the parameters of the
+head, whose logits are computed twice in each update.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from arpo_algo.logprobs import Packed
+from arpo_algo.packing import Layout, Rows
+from arpo_algo.token_tree import Sharing, build_tree, sharing
+from arpo_algo.tree_attention import Backend, model_inputs, tree_attention
+from arpo_algo.tree_support import TreeSupport
+
+log = logging.getLogger(__name__)
+
+MIN_GAIN = 1.2
+"""Predicted gain from which a tree is faster than padded rows in micro-batches of the best size, which fit into the processor's caches better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Floating-point operations of one update of a model: for each token, for each pair of query and key, for each trained token."""
+
+    token: float
+    pair: float
+    target: float
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Costs:
+        """From the sizes of the model; mixtures of experts are counted as if every expert saw every token."""
+        lm: Any = model
+        config, embeddings, head = lm.config.get_text_config(), lm.get_input_embeddings(), lm.get_output_embeddings()
+        vocabulary = {id(layer.weight): layer.weight.numel() for layer in (embeddings, head) if layer is not None}
+        body = sum(parameter.numel() for parameter in model.parameters()) - sum(vocabulary.values())
+        width = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        return cls(token=6.0 * body, pair=14.0 * width * config.num_hidden_layers, target=8.0 * (0 if head is None else head.weight.numel()))
+
+    def gain(self, shared: Sharing) -> float:
+        """Predicted time of padded rows over that of their tree; 1 where nothing is shared."""
+        unique = self.token * shared.unique_tokens, self.pair * shared.unique_pairs, self.target * shared.unique_targets
+        once = sum(unique)
+        return sum(cost * ratio for cost, ratio in zip(unique, (shared.tokens, shared.pairs, shared.targets), strict=True)) / once if once else 1.0
+
+
+class Layouts:
+    """The layouts of one model."""
+
+    def __init__(self, model: nn.Module, wanted: Literal["auto", "tree", "packed", "padded"], support: TreeSupport) -> None:
+        """``ValueError`` where the model cannot take the layout that is ``wanted`` by name."""
+        if wanted in ("tree", "packed") and support.backend is None:
+            raise ValueError(f"layout={wanted!r} does not work with {type(model).__name__}: {support.reason}; expected layout='auto' or 'padded'")
+        if wanted == "auto" and support.reason:
+            log.warning("%s: %s", type(model).__name__, support.reason)
+        self.model, self.wanted, self.backend = model, wanted, support.backend
+        self.costs = Costs.of(model) if wanted == "auto" and self.backend is not None else None
+
+    def choose(self, rows: Rows) -> tuple[Layout, Sharing]:
+        """The layout of these rows, and what they share."""
+        shared = sharing(rows.token_ids, rows.lengths, rows.mask)
+        if self.wanted != "auto":
+            return self.wanted, shared
+        return ("tree" if self.costs is not None and self.costs.gain(shared) >= MIN_GAIN else "padded"), shared
+
+    @contextmanager
+    def active(self, layout: Layout) -> Iterator[None]:
+        """Inside, the model computes batches of this layout, in the forward and in the backward pass."""
+        if layout == "padded":
+            yield
+            return
+        with tree_attention(self.model, self._backend):
+            yield
+
+    def pack(self, rows: Rows, layout: Layout, *, device: torch.device, dtype: torch.dtype) -> Packed | None:
+        """The rows in this layout; None for padded rows, which are it already."""
+        if layout == "padded":
+            return None
+        tree = build_tree(rows.token_ids, rows.lengths, share=layout == "tree")
+        unique, copies = np.unique(tree.where[rows.mask], return_inverse=True)
+        sources, targets, copied = (torch.as_tensor(array, device=device) for array in (tree.parents[unique], tree.token_ids[unique], copies))
+        return Packed(model_inputs(tree, self._backend, device=device, dtype=dtype), sources, targets, copied)
+
+    @property
+    def _backend(self) -> Backend:
+        assert self.backend is not None, "checked when the layout was chosen"
+        return self.backend
