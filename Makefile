@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: quickstart quickstart-smoke test test-openenv test-verifiers test-vllm lint format real-model
+.PHONY: quickstart quickstart-smoke test test-openenv test-verifiers test-vllm lint format real-model bench
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +19,10 @@ quickstart-smoke: $(VENV)/.installed
 real-model: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[gguf]'
 	$(BIN)/python benchmarks/real_model/run.py
+
+# Ours beside the peers, in under 15 minutes; writes benchmarks/RESULTS.md.
+bench: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/performance/suite.py
 
 test: $(VENV)/.installed lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest

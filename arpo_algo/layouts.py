@@ -11,19 +11,20 @@ head, whose logits are computed twice in each update.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from arpo_algo.logprobs import Packed
-from arpo_algo.packing import Layout, Rows
-from arpo_algo.token_tree import Sharing, build_tree, sharing
-from arpo_algo.tree_attention import Backend, model_inputs, tree_attention
+from arpo_algo.logprobs import Packed, TokenLogprobs
+from arpo_algo.packing import Layout, Rows, unique_tokens
+from arpo_algo.token_tree import Branches, Sharing, TokenTree, build_tree, cut, sharing
+from arpo_algo.tree_attention import Backend, TrunkKeys, model_inputs, tree_attention
 from arpo_algo.tree_support import TreeSupport
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,18 @@ class Costs:
         return sum(cost * ratio for cost, ratio in zip(unique, (shared.tokens, shared.pairs, shared.targets), strict=True)) / once if once else 1.0
 
 
+MIN_REPEATED = 1.05
+"""Tokens computed / unique tokens from which the bins of a tree take their trunk from one pass of its own."""
+
+
+class Cut(NamedTuple):
+    """A tree cut into its trunk and bins: :func:`arpo_algo.token_tree.cut`."""
+
+    trunk: TokenTree
+    bins: list[tuple[Branches, np.ndarray]]
+    """What each bin has of its own, and the trained tokens (N,) of its rows, one after another, below the trunk."""
+
+
 class Layouts:
     """The layouts of one model."""
 
@@ -67,6 +80,7 @@ class Layouts:
         if wanted == "auto" and support.reason:
             log.warning("%s: %s", type(model).__name__, support.reason)
         self.model, self.wanted, self.backend = model, wanted, support.backend
+        self.config = getattr(model, "config", None)
         self.costs = Costs.of(model) if wanted == "auto" and self.backend is not None else None
 
     def choose(self, rows: Rows) -> tuple[Layout, Sharing]:
@@ -91,10 +105,49 @@ class Layouts:
             return None
         tree = build_tree(rows.token_ids, rows.lengths, share=layout == "tree")
         unique, copies = np.unique(tree.where[rows.mask], return_inverse=True)
-        sources, targets, copied = (torch.as_tensor(array, device=device) for array in (tree.parents[unique], tree.token_ids[unique], copies))
-        return Packed(model_inputs(tree, self._backend, device=device, dtype=dtype), sources, targets, copied)
+        inputs = model_inputs(tree, self._backend, device=device, dtype=dtype, config=self.config)
+        return Packed(inputs, *_on(device, tree.parents[unique], tree.token_ids[unique], copies))
+
+    def cut(self, rows: Rows, bins: Sequence[np.ndarray], max_tokens: int) -> Cut | None:
+        """How to compute bins (row numbers) of one tree without repeating their trunk; None where they repeat little, or the model or the memory is against it.
+
+        What a layer hands to the trunk has no graph under gradient checkpointing. A trunk beyond ``max_tokens`` is rather computed again for each bin.
+        """
+        if len(bins) < 2 or self._backend != "path" or getattr(self.model, "is_gradient_checkpointing", False):
+            return None
+        whole = rows.select(np.concatenate(bins))
+        places = np.split(np.arange(len(whole)), np.cumsum([len(index) for index in bins])[:-1])
+        tree = build_tree(whole.token_ids, whole.lengths)
+        trunk, parts = cut(tree, places, whole.lengths)
+        repeated = sum(unique_tokens(whole.select(place)) for place in places)
+        if repeated < MIN_REPEATED * len(tree) or len(trunk) > max_tokens or not all(len(part.tree) for part in parts):
+            return None
+        return Cut(trunk, [(part, part.tree.where[place][whole.mask[place]]) for part, place in zip(parts, places, strict=True)])
+
+    @contextmanager
+    def with_trunk(self, scorer: TokenLogprobs, plan: Cut, *, entropy_grad: bool, device: torch.device, dtype: torch.dtype) -> Iterator[list[Packed]]:
+        """The bins, their trunk computed. Each is to have had its backward pass, if any, before this ends: then comes that of the trunk."""
+        computed = TrunkKeys()
+        inputs = partial(model_inputs, backend="path", device=device, dtype=dtype, config=self.config)
+        size = len(plan.trunk)
+        shared = np.unique(np.concatenate([targets for _, targets in plan.bins]))
+        shared = shared[shared < size]
+        first = Packed(inputs(plan.trunk, record=computed), *_on(device, plan.trunk.parents[shared], plan.trunk.token_ids[shared], shared[:0]))
+        trunk = scorer.trunk(first, computed, entropy_grad=entropy_grad)
+        packs = []
+        for part, targets in plan.bins:
+            own = np.unique(targets[targets >= size])
+            copies = np.searchsorted(np.concatenate((shared, own)), targets)
+            tensors = _on(device, part.sources[own - size], part.tree.token_ids[own - size], copies)
+            packs.append(Packed(inputs(part.tree, trunk=trunk.attention, rectangles=part.rectangles), *tensors, trunk=trunk))
+        yield packs
+        trunk.backward()
 
     @property
     def _backend(self) -> Backend:
         assert self.backend is not None, "checked when the layout was chosen"
         return self.backend
+
+
+def _on(device: torch.device, sources: np.ndarray, targets: np.ndarray, copies: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.as_tensor(sources, device=device), torch.as_tensor(targets, device=device), torch.as_tensor(copies, device=device)

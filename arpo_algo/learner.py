@@ -127,13 +127,11 @@ class Learner:
         """What a scorer says of all rows, in micro-batches that the ranks share; every rank gets all of it."""
         logprobs, entropies = (torch.zeros(rows.mask.shape, dtype=self.trainable[0].dtype, device=self.device) for _ in range(2))
         counted = np.flatnonzero(rows.mask.any(1))
-        chosen_rows = rows.select(counted)
-        layout, _ = layouts.choose(chosen_rows)
+        chosen = rows.select(counted)
+        layout, _ = layouts.choose(chosen)
         with self._mode(), layouts.active(layout):
-            for chosen in rank_micro_batches(chosen_rows, self.config.micro_batch_tokens, self.ranks, layout=layout):
-                index = counted[chosen]
-                part = self._tensors(_with_a_row(rows.select(index)), layouts, layout)
-                width, where = part.mask.shape[1], torch.as_tensor(index, device=self.device)
+            for index, part in self._batches(scorer, layouts, chosen, layout):
+                width, where = part.mask.shape[1], torch.as_tensor(counted[index], device=self.device)
                 values = scorer(part.token_ids, part.mask, part.packed)
                 if len(index):
                     logprobs[where, :width], entropies[where, :width] = values
@@ -233,18 +231,31 @@ class Learner:
                 yield replace(part, weights=part.weights * np.float32(len(rows) / len(index)))
 
     def _micro_batches(self, rows: Rows, layout: Layout, tally: Tally) -> Iterator[Batch]:
-        """This rank's share of the rows of a step. Gradients are summed over ranks where the last of them ends, or after each."""
-        batches = rank_micro_batches(rows, self.config.micro_batch_tokens, self.ranks, layout=layout)
-        for number, index in enumerate(batches):
-            batch = self._tensors(_with_a_row(rows.select(index)), self.layouts, layout)
+        """This rank's share of the rows of a step, to be trained on."""
+        for index, batch in self._batches(self.logprobs, self.layouts, rows, layout):
             tally.count(batch.token_ids if batch.packed is None else batch.packed.inputs["input_ids"], int(rows.attention[index].sum()))
-            sync_gradients(self.logprobs, number == len(batches) - 1 or not self.config.accumulate_whole)
             yield batch
 
-    def _tensors(self, rows: Rows, layouts: Layouts, layout: Layout) -> Batch:
+    def _batches(self, scorer: TokenLogprobs, layouts: Layouts, rows: Rows, layout: Layout) -> Iterator[tuple[np.ndarray, Batch]]:
+        """Row numbers and tensors of this rank's micro-batches. Gradients are summed over ranks where the last of them ends, or after each."""
+        most, bonus = self.config.micro_batch_tokens, self.config.entropy_coef > 0
+        pieces = rank_micro_batches(rows, most, self.ranks, layout=layout)
+        for number, bins in enumerate(pieces):
+            sync_gradients(scorer, number == len(pieces) - 1 or not self.config.accumulate_whole)
+            plan = layouts.cut(rows, bins, most) if layout == "tree" else None
+            if plan is not None:
+                with layouts.with_trunk(scorer, plan, entropy_grad=bonus, device=self.device, dtype=self._activations) as packs:
+                    for index, packed in zip(bins, packs, strict=True):
+                        yield index, self._tensors(rows.select(index), packed)
+            else:
+                for index in bins:
+                    part = _with_a_row(rows.select(index))
+                    yield index, self._tensors(part, layouts.pack(part, layout, device=self.device, dtype=self._activations))
+
+    def _tensors(self, rows: Rows, packed: Packed | None) -> Batch:
         arrays: dict[str, Any] = {name: getattr(rows, name) for name in Batch._fields if name != "packed"}
         tensors: dict[str, Any] = {name: None if array is None else torch.as_tensor(array, device=self.device) for name, array in arrays.items()}
-        return Batch(**tensors, packed=layouts.pack(rows, layout, device=self.device, dtype=self._activations))
+        return Batch(**tensors, packed=packed)
 
     def _with_old_logprobs(self, rows: Rows, mismatch: Mismatch) -> Rows:
         """The rows, with old log-probabilities of this learner where the config asks for them."""
@@ -309,7 +320,8 @@ class Learner:
 
     def _layouts(self, model: nn.Module) -> Layouts:
         """What layouts a model can take, tried on rank 0 before it is spread."""
-        support = TreeSupport(None) if self.config.layout == "padded" else self.ranks.broadcast_from_main(lambda: tree_support(model))
+        compute = torch.bfloat16 if self.config.dtype == "bfloat16" else None
+        support = TreeSupport(None) if self.config.layout == "padded" else self.ranks.broadcast_from_main(lambda: tree_support(model, compute))
         return Layouts(model, self.config.layout, support)
 
     def _scorer(self, model: nn.Module) -> TokenLogprobs:

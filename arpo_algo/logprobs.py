@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from arpo_algo.head import head_logprobs
+from arpo_algo.tree_attention import TrunkKeys
+from arpo_algo.trunk import Trunk
 
 
 class Packed(NamedTuple):
@@ -39,6 +41,8 @@ class Packed(NamedTuple):
     """(E,) ids of the unique trained tokens."""
     copies: Tensor
     """(N,) for each token of the mask, row by row, which of the E it is."""
+    trunk: Trunk | None = None
+    """What was computed before and comes first: ``sources`` count its tokens, ``copies`` its trained tokens."""
 
 
 class TokenLogprobs(nn.Module):
@@ -67,15 +71,27 @@ class TokenLogprobs(nn.Module):
         """What calling the scorer computes."""
         if self._heads is None:
             self.use_head(self.has_plain_head(token_ids))
-        with torch.autocast(token_ids.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        with self._autocast():
             if packed is None:
-                hidden, targets = self._hidden(input_ids=token_ids[:, :-1])[mask[:, 1:]], token_ids[mask]  # (N, H), or logits (N, V) on the plain path
+                hidden = self._hidden(input_ids=token_ids[:, :-1])[mask[:, 1:]]  # (N, H), or logits (N, V) on the plain path
+                logprobs, entropies = self._scores(hidden, token_ids[mask], entropy_grad)  # (N,)
             else:
-                hidden, targets = self._hidden(**packed.inputs)[0][packed.sources], packed.targets  # (E, H) or (E, V)
-            values = head_logprobs(self._head, hidden, targets, temperature=self.temperature, chunk_elements=self.chunk_elements, entropy_grad=entropy_grad)
-        logprobs, entropies = values if packed is None else (value[packed.copies] for value in values)  # (N,)
+                before = packed.trunk
+                hidden = self._hidden(**packed.inputs)[0]  # (U, H) or (U, V)
+                hidden = (hidden if before is None else torch.cat((before.hidden, hidden)))[packed.sources]
+                unique = self._scores(hidden, packed.targets, entropy_grad)  # (E,)
+                if before is not None:
+                    unique = torch.cat((before.logprobs, unique[0])), torch.cat((before.entropies, unique[1]))
+                logprobs, entropies = unique[0][packed.copies], unique[1][packed.copies]
         zeros = logprobs.new_zeros(token_ids.shape)
         return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies)
+
+    def trunk(self, packed: Packed, computed: TrunkKeys, *, entropy_grad: bool = False) -> Trunk:
+        """What the bins of a cut tree take from its trunk; ``packed.inputs`` record keys and values in ``computed``, ``packed.copies`` are not used."""
+        with self._autocast():
+            hidden = self._hidden(**packed.inputs)[0]
+            logprobs, entropies = self._scores(hidden[packed.sources], packed.targets, entropy_grad)
+        return Trunk.of(computed, hidden, logprobs, entropies)
 
     def has_plain_head(self, token_ids: Tensor) -> bool:
         """Whether the model's logits are its output layer applied to hidden states and nothing more, tried with the first two tokens of (R, T)."""
@@ -116,6 +132,13 @@ class TokenLogprobs(nn.Module):
         finally:
             hook.remove()
         return caught[0]
+
+    def _scores(self, hidden: Tensor, targets: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        return head_logprobs(self._head, hidden, targets, temperature=self.temperature, chunk_elements=self.chunk_elements, entropy_grad=entropy_grad)
+
+    def _autocast(self) -> torch.autocast:
+        device = next(self.model.parameters()).device
+        return torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
 
     def _forward(self, **inputs: Any) -> Tensor:
         logits: Tensor = self.model(**inputs, use_cache=False).logits

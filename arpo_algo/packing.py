@@ -126,25 +126,33 @@ def micro_batches(rows: Rows, max_tokens: int) -> list[np.ndarray]:
     return batches
 
 
-def tree_micro_batches(rows: Rows, max_tokens: int, *, share: bool = True) -> list[np.ndarray]:
-    """Index arrays that cover every row once, whose packed trees hold at most ``max_tokens`` unique tokens each, largest first.
+def tree_micro_batches(rows: Rows, max_tokens: int, *, share: bool = True) -> list[list[np.ndarray]]:
+    """Index arrays that cover every row once, whose packed trees hold at most ``max_tokens`` unique tokens each, the largest groups first.
 
-    A group is cut only where it is larger than that, between neighbours in its tree. Without ``share`` the tokens of all rows count.
+    Small groups come together in one. A group that is larger is cut between neighbours in its tree: its pieces stand in one list, and what they share can be
+    computed for all of them. Without ``share`` the tokens of all rows count.
     """
-    pieces: list[tuple[int, np.ndarray]] = []
-    for group in np.unique(rows.groups):
-        of_group = np.flatnonzero(rows.groups == group)
-        part = rows.select(of_group)
-        for bin_ in partition(part.token_ids, part.lengths, max_tokens, share=share):
-            cut = part.select(bin_)
-            pieces.append((len(build_tree(cut.token_ids, cut.lengths, share=share)), of_group[bin_]))
-    batches: list[tuple[int, list[np.ndarray]]] = []
-    for size, rows_of_piece in pieces:
-        if batches and batches[-1][0] + size <= max_tokens:
-            batches[-1] = (batches[-1][0] + size, [*batches[-1][1], rows_of_piece])
+    groups = [np.flatnonzero(rows.groups == group) for group in np.unique(rows.groups)]
+    sizes = [unique_tokens(rows.select(group), share=share) for group in groups]
+    batches: list[list[np.ndarray]] = []
+    room = 0
+    for number in sorted(range(len(groups)), key=lambda number: -sizes[number]):
+        group, size = groups[number], sizes[number]
+        if size > max_tokens:
+            part = rows.select(group)
+            batches.append([group[piece] for piece in partition(part.token_ids, part.lengths, max_tokens, share=share)])
+        elif size <= room:
+            batches[-1][0] = np.concatenate((batches[-1][0], group))
+            room -= size
         else:
-            batches.append((size, [rows_of_piece]))
-    return [np.concatenate(parts) for _, parts in sorted(batches, key=lambda batch: -batch[0])]
+            batches.append([group])
+            room = max_tokens - size
+    return batches
+
+
+def unique_tokens(rows: Rows, *, share: bool = True) -> int:
+    """Tokens that a packed tree of the rows computes; all of them without ``share``."""
+    return len(build_tree(rows.token_ids, rows.lengths)) if share else int(rows.attention.sum())
 
 
 def _paired(tree: RolloutTree, per_trajectory: Sequence[np.ndarray]) -> Sequence[np.ndarray]:

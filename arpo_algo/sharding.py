@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from arpo_algo.distributed import Ranks
-from arpo_algo.packing import Layout, Rows, micro_batches, tree_micro_batches
-from arpo_algo.token_tree import build_tree
+from arpo_algo.packing import Layout, Rows, micro_batches, tree_micro_batches, unique_tokens
 
 
 def shard(root: nn.Module, ranks: Ranks, *, compute: torch.dtype | None = None) -> None:
@@ -118,31 +117,29 @@ def shares(rows: Rows, size: int) -> list[np.ndarray]:
     return [np.array(sorted(rows_of_rank), dtype=np.int64) for rows_of_rank in parts]
 
 
-def rank_micro_batches(rows: Rows, max_tokens: int, ranks: Ranks, *, layout: Layout = "padded") -> list[np.ndarray]:
-    """Row numbers of this rank's micro-batches. Every rank gets the same number, since each forward is one of all ranks: some may be empty."""
-    if layout == "padded" and ranks.size == 1:
-        return micro_batches(rows, max_tokens)
+def rank_micro_batches(rows: Rows, max_tokens: int, ranks: Ranks, *, layout: Layout = "padded") -> list[list[np.ndarray]]:
+    """Row numbers of this rank's micro-batches; those that stand together are pieces of one tree.
+
+    With several ranks each stands alone, and every rank gets the same number of them, since each forward is one of all ranks: some may be empty.
+    """
+    if ranks.size == 1:
+        return [[index] for index in micro_batches(rows, max_tokens)] if layout == "padded" else tree_micro_batches(rows, max_tokens, share=layout == "tree")
     if layout == "padded":
         of_rank = [[share[index] for index in micro_batches(rows.select(share), max_tokens)] for share in shares(rows, ranks.size)]
     else:
-        of_rank = _shared_out(rows, max_tokens, ranks.size, share=layout == "tree")
+        of_rank = _tree_shares(rows, max_tokens, ranks.size, share=layout == "tree")
     mine = of_rank[ranks.rank]
-    return mine + [np.zeros(0, dtype=np.int64)] * (max(map(len, of_rank)) - len(mine))
+    return [[index] for index in mine + [np.zeros(0, dtype=np.int64)] * (max(map(len, of_rank)) - len(mine))]
 
 
-def _shared_out(rows: Rows, max_tokens: int, size: int, *, share: bool) -> list[list[np.ndarray]]:
+def _tree_shares(rows: Rows, max_tokens: int, size: int, *, share: bool) -> list[list[np.ndarray]]:
     """Micro-batches of packed trees for each of ``size`` ranks, equal in unique tokens as far as it goes; small enough that every rank has some."""
-
-    def unique(index: np.ndarray) -> int:
-        part = rows.select(index)
-        return len(build_tree(part.token_ids, part.lengths, share=share))
-
-    whole_batch = unique(np.arange(len(rows)))
-    batches = tree_micro_batches(rows, max(1, min(max_tokens, -(-whole_batch // size))), share=share)
+    fair_share = -(-unique_tokens(rows, share=share) // size)
+    batches = [batch for pieces in tree_micro_batches(rows, max(1, min(max_tokens, fair_share)), share=share) for batch in pieces]
     loads, of_rank = [0] * size, [[] for _ in range(size)]  # type: tuple[list[int], list[list[np.ndarray]]]
     for batch in batches:
         rank = loads.index(min(loads))
-        loads[rank] += unique(batch)
+        loads[rank] += unique_tokens(rows.select(batch), share=share)
         of_rank[rank].append(batch)
     return of_rank
 

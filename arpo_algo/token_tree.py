@@ -18,7 +18,8 @@ in two ways the rows simply part earlier. Both stay exact.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -106,6 +107,70 @@ def partition(token_ids: np.ndarray, lengths: np.ndarray, max_tokens: int, *, sh
         bins[-1].append(row)
         held += int(lengths[row]) - shared
     return [np.array(rows, dtype=np.int64) for rows in bins]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branches:
+    """The tokens of one bin that no other bin holds, below the trunk that bins share. Indices *below the trunk* count the trunk's tokens first."""
+
+    tree: TokenTree
+    """Of the bin's own U tokens; the parents of those that hang on the trunk are -1, ``where`` is below the trunk."""
+    sources: np.ndarray
+    """(U,) parent of each token, below the trunk."""
+    rectangles: np.ndarray
+    """(B, 4) first key, after the last key (of the trunk), first query, after the last query (of the bin): who sees the trunk."""
+
+
+def cut(tree: TokenTree, bins: Sequence[np.ndarray], lengths: np.ndarray) -> tuple[TokenTree, list[Branches]]:
+    """The trunk, which is what at least two of the bins hold, and what each bin has of its own. ``bins`` are row numbers, ``lengths`` (R,) those of all rows.
+
+    Every token of the bins is in exactly one of the parts. ``where`` of the trunk is 0 for tokens that are not in it.
+    """
+    held = np.zeros((len(bins), len(tree)), dtype=bool)
+    for number, rows in enumerate(bins):
+        for row in rows:
+            held[number, tree.where[row, : lengths[row]]] = True
+    shared = held.sum(0) >= 2
+    trunk, in_trunk = _part(tree, shared)
+    starts, stops, ends = tree.nodes.T
+    before = _counts(shared)
+    cuts = starts + before[stops] - before[starts]  # where each node leaves the trunk, in which it may begin
+    parts = []
+    for own_and_shared in held:
+        own = own_and_shared & ~shared
+        part, in_own = _part(tree, own)
+        below = np.where(shared, in_trunk, len(trunk) + in_own)
+        own_before = _counts(own)
+        rectangles = np.stack((before[starts], before[cuts], own_before[cuts], own_before[ends]), axis=1)
+        sees = (rectangles[:, 0] < rectangles[:, 1]) & (rectangles[:, 2] < rectangles[:, 3])
+        parents = tree.parents[own]
+        sources = np.where(parents >= 0, below[parents], -1)
+        parts.append(Branches(tree=replace(part, where=below[tree.where]), sources=sources, rectangles=rectangles[sees]))
+    return trunk, parts
+
+
+def _part(tree: TokenTree, chosen: np.ndarray) -> tuple[TokenTree, np.ndarray]:
+    """The chosen tokens (U,) bool as a tree, and how many chosen ones stand before each token."""
+    before = _counts(chosen)
+    index = before[:-1]
+    parents = tree.parents[chosen]
+    kept = (parents >= 0) & chosen[parents]
+    parents = np.where(kept, index[parents], -1)
+    ends = before[tree.ends[chosen]]
+    part = TokenTree(
+        token_ids=tree.token_ids[chosen],
+        depths=tree.depths[chosen],
+        parents=parents,
+        ends=ends,
+        nodes=_nodes(parents, ends),
+        where=np.where(chosen[tree.where], index[tree.where], 0),
+    )
+    return part, index
+
+
+def _counts(chosen: np.ndarray) -> np.ndarray:
+    """(U + 1,) how many are chosen before each index."""
+    return np.concatenate(([0], np.cumsum(chosen)))
 
 
 def sharing(token_ids: np.ndarray, lengths: np.ndarray, mask: np.ndarray) -> Sharing:

@@ -16,11 +16,13 @@ import gymnasium
 import numpy as np
 import pytest
 from tiny_policy import EOS, build_model, build_tokenizer
+from transformers import BloomConfig, BloomForCausalLM
 
 import arpo_env
 from arpo_algo import ARPOConfig, ARPOTrainer, EntropyBranching, NoBranching, PlainCodec, RolloutConfig, RolloutTree, ScriptedPolicy, sample_groups
 from arpo_algo.cli import main
 from arpo_algo.health import RunStopped
+from arpo_algo.learner import Learner, LearnerConfig
 from arpo_algo.policies.scripted import ScriptedTurn
 from arpo_algo.policies.transformers import TransformersPolicy
 from arpo_algo.rollout import PromptTooLong
@@ -518,3 +520,26 @@ def test_other_weights(seen: str, tmp_path: Path) -> None:
         trainer(tmp_path, tool_env(reward=lambda task, episode: float(sum(map(len, episode.turns)) % 3)), policy=policy).train()
     assert seen in str(error.value)
     assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def bloom() -> BloomForCausalLM:
+    """A model whose attention depends on positions that a packed tree cannot give it (ALiBi)."""
+    return BloomForCausalLM(BloomConfig(vocab_size=16, hidden_size=8, n_layer=1, n_head=2))
+
+
+@case(
+    '`layout="tree"` and a model that cannot take a packed tree',
+    STARTS,
+    "layout='tree' does not work with BloomForCausalLM: no packed trees: 'path' gives other logits",
+)
+def test_tree_layout_without_support(seen: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Learner(bloom(), LearnerConfig(layout="tree"))
+    assert seen in str(error.value)
+
+
+@case('`layout="auto"` and a model that cannot take a packed tree', ON, "BloomForCausalLM: no packed trees: 'path' gives other logits")
+def test_auto_layout_without_support(seen: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Learner(bloom(), LearnerConfig())
+    assert seen in caplog.text

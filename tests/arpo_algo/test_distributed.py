@@ -120,7 +120,7 @@ def test_every_rank_has_the_same_number_of_micro_batches():
     for size in (2, 3, 8):
         parts = [rank_micro_batches(rows, 9, Ranks(rank=rank, size=size)) for rank in range(size)]
         assert len({len(part) for part in parts}) == 1
-        assert sorted(int(row) for part in parts for index in part for row in index) == list(range(6))
+        assert sorted(int(row) for part in parts for (index,) in part for row in index) == list(range(6))
 
 
 # ---- weights

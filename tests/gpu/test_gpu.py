@@ -9,6 +9,7 @@ parameters, so that nothing is downloaded.
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import time
 from collections.abc import Iterator
@@ -20,12 +21,14 @@ import numpy as np
 import pytest
 import torch
 from tiny_policy import build_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import arpo_env
 from arpo_algo import ARPOConfig, ARPOTrainer, RolloutConfig, UniformBranching
 from arpo_algo.policies.base import Generation, SamplingParams
 from arpo_algo.policies.transformers import TransformersPolicy
+from arpo_algo.token_tree import TokenTree, build_tree
+from arpo_algo.tree_attention import Backend, model_inputs, tree_attention
 from arpo_env.envs.world import WorldConfig, world_vocabulary
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
@@ -149,3 +152,51 @@ def test_tokens_a_second(folder: Path, engine: Any, name: str) -> None:
         started = time.perf_counter()
         tokens = sum(len(turn.token_ids) for turn in sampled(policy, n, 128))
         print(f"\n{name}, {n} at once: {tokens / (time.perf_counter() - started):.0f} tokens/s")
+
+
+# ---- packed trees
+
+
+def small_tree() -> TokenTree:
+    """About 1,200 tokens: rows that branch off each other at any place, most nodes longer than a block of 128, some of a few tokens."""
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 100, 500)]
+    for fork, length in ((300, 200), (450, 6), (300, 150), (302, 90), (40, 250)):
+        rows.append(np.concatenate((rows[-1][:fork], rng.integers(0, 100, length))))
+    ids = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = row
+    return build_tree(ids, np.array([len(row) for row in rows]))
+
+
+def packed_gradient(model: Any, backend: Backend, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """Of a fixed random combination of the tree's logits, in float64 on the CPU."""
+    tree, model = small_tree(), copy.deepcopy(model).to(device, dtype)
+    wanted = torch.randn(len(tree), 100, generator=torch.Generator().manual_seed(1)).to(device)
+    with tree_attention(model, backend):
+        inputs = model_inputs(tree, backend, device=torch.device(device), dtype=dtype, config=model.config)
+        (model(**inputs, use_cache=False).logits[0, : len(tree)].float() * wanted).sum().backward()
+    return torch.cat([parameter.grad.double().cpu().flatten() for parameter in model.parameters()])
+
+
+@pytest.fixture(params=[None, 70])
+def windowed(request: pytest.FixtureRequest) -> tuple[Any, torch.Tensor]:
+    """A model whose three query heads share a key, with and without a window, and its gradient in float64 on the CPU."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+    model = MistralForCausalLM(MistralConfig(vocab_size=100, **sizes, sliding_window=request.param, initializer_range=0.05, pad_token_id=0)).eval()
+    return model, packed_gradient(model, "path", "cpu", torch.float64)
+
+
+@pytest.mark.parametrize("backend", ["path", "flex", "dense"])
+def test_packed_gradients_in_float32_are_those_of_the_cpu(windowed: tuple[Any, torch.Tensor], backend: Backend) -> None:
+    model, exact = windowed
+    assert (packed_gradient(model, backend, "cuda", torch.float32) - exact).norm() < 1e-4 * exact.norm()
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flex"])
+def test_packed_gradients_in_bfloat16_lose_no_more_than_the_blocks_do(windowed: tuple[Any, torch.Tensor], backend: Backend) -> None:
+    """A causal mask or window aligned otherwise than the paths need is off by the whole gradient."""
+    model, exact = windowed
+    blocks, ours = (float((packed_gradient(model, name, "cuda", torch.bfloat16) - exact).norm() / exact.norm()) for name in ("path", backend))
+    assert blocks < 0.1 and ours < 1.3 * blocks
