@@ -13,14 +13,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+from arpo_algo.learner_config import LearnerConfig
 from arpo_algo.logprobs import Packed, TokenLogprobs
 from arpo_algo.packing import Layout, Rows, unique_tokens
 from arpo_algo.token_tree import Branches, Sharing, TokenTree, build_tree, cut, sharing
@@ -73,14 +74,16 @@ class Cut(NamedTuple):
 class Layouts:
     """The layouts of one model."""
 
-    def __init__(self, model: nn.Module, wanted: Literal["auto", "tree", "packed", "padded"], support: TreeSupport) -> None:
-        """``ValueError`` where the model cannot take the layout that is ``wanted`` by name."""
+    def __init__(self, model: nn.Module, config: LearnerConfig, support: TreeSupport) -> None:
+        """``ValueError`` where the model cannot take the layout that the config asks for by name."""
+        wanted = config.layout
         if wanted in ("tree", "packed") and support.backend is None:
             raise ValueError(f"layout={wanted!r} does not work with {type(model).__name__}: {support.reason}; expected layout='auto' or 'padded'")
         if wanted == "auto" and support.reason:
             log.warning("%s: %s", type(model).__name__, support.reason)
-        self.model, self.wanted, self.backend = model, wanted, support.backend
-        self.config = getattr(model, "config", None)
+        self.model, self.wanted, self.backend, self.max_tokens = model, wanted, support.backend, config.micro_batch_tokens
+        self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else next(model.parameters()).dtype
+        """Of the activations."""
         self.costs = Costs.of(model) if wanted == "auto" and self.backend is not None else None
 
     def choose(self, rows: Rows) -> tuple[Layout, Sharing]:
@@ -88,7 +91,8 @@ class Layouts:
         shared = sharing(rows.token_ids, rows.lengths, rows.mask)
         if self.wanted != "auto":
             return self.wanted, shared
-        return ("tree" if self.costs is not None and self.costs.gain(shared) >= MIN_GAIN else "padded"), shared
+        priced = _under_a_mask(shared, self.max_tokens) if self.backend == "dense" else shared
+        return ("tree" if self.costs is not None and self.costs.gain(priced) >= MIN_GAIN else "padded"), shared
 
     @contextmanager
     def active(self, layout: Layout) -> Iterator[None]:
@@ -99,36 +103,36 @@ class Layouts:
         with tree_attention(self.model, self._backend):
             yield
 
-    def pack(self, rows: Rows, layout: Layout, *, device: torch.device, dtype: torch.dtype) -> Packed | None:
+    def pack(self, rows: Rows, layout: Layout, *, device: torch.device) -> Packed | None:
         """The rows in this layout; None for padded rows, which are it already."""
         if layout == "padded":
             return None
         tree = build_tree(rows.token_ids, rows.lengths, share=layout == "tree")
         unique, copies = np.unique(tree.where[rows.mask], return_inverse=True)
-        inputs = model_inputs(tree, self._backend, device=device, dtype=dtype, config=self.config)
+        inputs = model_inputs(tree, self._backend, device=device, dtype=self.dtype, config=self.model.config)
         return Packed(inputs, *_on(device, tree.parents[unique], tree.token_ids[unique], copies))
 
-    def cut(self, rows: Rows, bins: Sequence[np.ndarray], max_tokens: int) -> Cut | None:
-        """How to compute bins (row numbers) of one tree without repeating their trunk; None where they repeat little, or the model or the memory is against it.
+    def cut(self, rows: Rows, bins: Sequence[np.ndarray]) -> Cut | None:
+        """How to compute bins (row numbers) of one tree without repeating their trunk; None where they repeat little, or the back end is against it.
 
-        What a layer hands to the trunk has no graph under gradient checkpointing. A trunk beyond ``max_tokens`` is rather computed again for each bin.
+        A trunk of more tokens than a micro-batch is rather computed again for each bin, which takes less memory.
         """
-        if len(bins) < 2 or self._backend != "path" or getattr(self.model, "is_gradient_checkpointing", False):
+        if len(bins) < 2 or self._backend != "path":
             return None
         whole = rows.select(np.concatenate(bins))
         places = np.split(np.arange(len(whole)), np.cumsum([len(index) for index in bins])[:-1])
         tree = build_tree(whole.token_ids, whole.lengths)
         trunk, parts = cut(tree, places, whole.lengths)
         repeated = sum(unique_tokens(whole.select(place)) for place in places)
-        if repeated < MIN_REPEATED * len(tree) or len(trunk) > max_tokens or not all(len(part.tree) for part in parts):
+        if repeated < MIN_REPEATED * len(tree) or len(trunk) > self.max_tokens or not all(len(part.tree) for part in parts):
             return None
         return Cut(trunk, [(part, part.tree.where[place][whole.mask[place]]) for part, place in zip(parts, places, strict=True)])
 
     @contextmanager
-    def with_trunk(self, scorer: TokenLogprobs, plan: Cut, *, entropy_grad: bool, device: torch.device, dtype: torch.dtype) -> Iterator[list[Packed]]:
+    def with_trunk(self, scorer: TokenLogprobs, plan: Cut, *, entropy_grad: bool, device: torch.device) -> Iterator[list[Packed]]:
         """The bins, their trunk computed. Each is to have had its backward pass, if any, before this ends: then comes that of the trunk."""
         computed = TrunkKeys()
-        inputs = partial(model_inputs, backend="path", device=device, dtype=dtype, config=self.config)
+        inputs = partial(model_inputs, backend="path", device=device, dtype=self.dtype)
         size = len(plan.trunk)
         shared = np.unique(np.concatenate([targets for _, targets in plan.bins]))
         shared = shared[shared < size]
@@ -147,6 +151,12 @@ class Layouts:
     def _backend(self) -> Backend:
         assert self.backend is not None, "checked when the layout was chosen"
         return self.backend
+
+
+def _under_a_mask(shared: Sharing, max_tokens: int) -> Sharing:
+    """What sharing is worth under a mask: every pair of the tokens of a micro-batch is computed, seen or not."""
+    computed = max(shared.unique_tokens * min(shared.unique_tokens, max_tokens), 1)
+    return replace(shared, pairs=shared.pairs * shared.unique_pairs / computed, unique_pairs=computed)
 
 
 def _on(device: torch.device, sources: np.ndarray, targets: np.ndarray, copies: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -238,19 +238,18 @@ class Learner:
 
     def _batches(self, scorer: TokenLogprobs, layouts: Layouts, rows: Rows, layout: Layout) -> Iterator[tuple[np.ndarray, Batch]]:
         """Row numbers and tensors of this rank's micro-batches. Gradients are summed over ranks where the last of them ends, or after each."""
-        most, bonus = self.config.micro_batch_tokens, self.config.entropy_coef > 0
-        pieces = rank_micro_batches(rows, most, self.ranks, layout=layout)
+        pieces = rank_micro_batches(rows, self.config.micro_batch_tokens, self.ranks, layout=layout)
         for number, bins in enumerate(pieces):
             sync_gradients(scorer, number == len(pieces) - 1 or not self.config.accumulate_whole)
-            plan = layouts.cut(rows, bins, most) if layout == "tree" else None
+            plan = layouts.cut(rows, bins) if layout == "tree" else None
             if plan is not None:
-                with layouts.with_trunk(scorer, plan, entropy_grad=bonus, device=self.device, dtype=self._activations) as packs:
+                with layouts.with_trunk(scorer, plan, entropy_grad=self.config.entropy_coef > 0, device=self.device) as packs:
                     for index, packed in zip(bins, packs, strict=True):
                         yield index, self._tensors(rows.select(index), packed)
             else:
                 for index in bins:
                     part = _with_a_row(rows.select(index))
-                    yield index, self._tensors(part, layouts.pack(part, layout, device=self.device, dtype=self._activations))
+                    yield index, self._tensors(part, layouts.pack(part, layout, device=self.device))
 
     def _tensors(self, rows: Rows, packed: Packed | None) -> Batch:
         arrays: dict[str, Any] = {name: getattr(rows, name) for name in Batch._fields if name != "packed"}
@@ -314,15 +313,11 @@ class Learner:
             self.model.eval()
             reshard(self.logprobs)
 
-    @property
-    def _activations(self) -> torch.dtype:
-        return torch.bfloat16 if self.config.dtype == "bfloat16" else self.trainable[0].dtype
-
     def _layouts(self, model: nn.Module) -> Layouts:
         """What layouts a model can take, tried on rank 0 before it is spread."""
         compute = torch.bfloat16 if self.config.dtype == "bfloat16" else None
         support = TreeSupport(None) if self.config.layout == "padded" else self.ranks.broadcast_from_main(lambda: tree_support(model, compute))
-        return Layouts(model, self.config.layout, support)
+        return Layouts(model, self.config, support)
 
     def _scorer(self, model: nn.Module) -> TokenLogprobs:
         """The forward of a model, which is spread over the ranks where there are several."""
