@@ -30,8 +30,8 @@ class LearnerConfig:
     """Passes over each batch (mu of GRPO)."""
     minibatches: int = 1
     """Optimiser steps in one pass. 1: fully on-policy in the first epoch."""
-    micro_batch_tokens: int = 4096
-    """Most tokens in one forward, padding included; changes memory and speed, never the result. About 2,000 of padded rows are fastest on a CPU."""
+    micro_batch_tokens: int = 2048
+    """Most tokens in one forward, padding included; changes memory and speed, never the result. About 2,000 are fastest on a CPU; a GPU takes more."""
     layout: Literal["auto", "tree", "packed", "padded"] = "auto"
     """``tree``: tokens that trajectories share are computed once; ``padded``: each trajectory is a padded row; ``packed``: one behind the other. ``auto``: the
     tree where the model can take it and the batch shares enough. Changes memory and speed, never the result."""

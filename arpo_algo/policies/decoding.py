@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,8 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from arpo_algo.policies.kv_cache import Ids, KVCache
+from arpo_algo.policies.base_attention import base_attention
+from arpo_algo.policies.kv_cache import NO_BASE, Ids, KVCache, common_prefix
 
+MIN_BASE = 256
+"""Fewest tokens of a prompt that the trajectories of a tree share as a base; see :mod:`arpo_algo.policies.base_attention`. Below, a second attention call for
+each tree and layer costs more than it saves: 16 trees of 8 rows in a model of 0.2M parameters break even here, 16 rows of one tree in one of 135M at 200."""
 _MIN_SHARED = 16
 """Prompts that join together and share at least this many uncached tokens are prefilled one after the other, so that the second reuses the first; sharing
 less does not pay for another forward call."""
@@ -40,13 +44,18 @@ class DecodingStats:
     """Prompt tokens whose keys and values were in the cache."""
     decoded_tokens: int = 0
     """Tokens sampled."""
+    computed_tokens: int = 0
+    """Tokens that went through the model, each time one did: with nothing computed twice, at most the unique tokens of the trees. The last token of a
+    trajectory never does."""
+    padding_tokens: int = 0
+    """What went through it beside them, to fill rows and lengths of a batch."""
     forward_calls: int = 0
     forward_seconds: float = 0.0
 
 
 class Decoder(Protocol):
-    def join(self, prompts: Sequence[Ids]) -> list[int]:
-        """Adds sequences; returns the order (indices into ``prompts``) in which they took the new slots."""
+    def join(self, prompts: Sequence[Ids], trees: Sequence[int | None]) -> list[int]:
+        """Adds sequences, which may belong to trees; returns the order (indices into ``prompts``) in which they took the new slots."""
         ...
 
     def step(self) -> torch.Tensor:
@@ -67,24 +76,32 @@ class Decoder(Protocol):
 
 
 class CachedDecoder:
-    """Decoding with a :class:`KVCache`: a step feeds one token a sequence, a prefill the tokens that no row holds yet."""
+    """Decoding with a :class:`KVCache`: a step feeds one token a sequence, a prefill the tokens that no row holds yet.
 
-    def __init__(self, model: torch.nn.Module, stats: DecodingStats, *, max_bytes: int) -> None:
+    ``min_base``: where the first prompt of a tree has more tokens than this, all but its last are a base that the sequences of the tree share; None: never.
+    So where a sequence is cut depends on its own tree alone, and its numbers do not depend on whether the others are there.
+    """
+
+    def __init__(self, model: torch.nn.Module, stats: DecodingStats, *, max_bytes: int, min_base: int | None = None) -> None:
         self._model = _Forward(model, stats)
         self._stats = stats
-        self.cache = KVCache(max_bytes=max_bytes)
+        self._min_base = min_base
+        self._openings: dict[int, tuple[int, int]] = {}  # length and hash of the first prompt of each tree, without its last token
+        self.cache = KVCache(max_bytes=max_bytes, shares=min_base is not None)
 
-    def join(self, prompts: Sequence[Ids]) -> list[int]:
+    def join(self, prompts: Sequence[Ids], trees: Sequence[int | None]) -> list[int]:
+        bases = self._bases(prompts, trees)
+        own = [prompt if base == NO_BASE else prompt[len(self.cache.bases[base].ids) :] for prompt, base in zip(prompts, bases, strict=True)]
         order: list[int] = []
         waiting = list(range(len(prompts)))
         while waiting:
-            wave, waiting = self._wave(prompts, waiting)
+            wave, waiting = self._wave(own, bases, waiting)
             first = self.cache.active
             for i in wave:
-                reused = self.cache.claim(prompts[i])
+                reused = self.cache.claim(own[i], bases[i])
                 self._stats.reused_tokens += reused
-                self._stats.prefilled_tokens += len(prompts[i]) - reused
-            self._prefill(first, np.array([len(prompts[i]) - 1 for i in wave]))
+                self._stats.prefilled_tokens += len(own[i]) - reused
+            self._prefill(first, np.array([len(own[i]) - 1 for i in wave]))
             order += wave
         return order
 
@@ -93,7 +110,7 @@ class CachedDecoder:
         self.cache.reserve(int(self.cache.lengths[:active].max()) + 1)
         counts = np.zeros(min(max(active, _MIN_ROWS), self.cache.rows), np.int64)
         counts[:active] = 1
-        return self._feed(0, counts)[:active, -1]
+        return self._feed(self.cache, 0, counts)[:active, -1]
 
     def append(self, ids: Ids) -> None:
         rows = np.arange(len(ids))
@@ -105,14 +122,44 @@ class CachedDecoder:
 
     def clear(self) -> None:
         self.cache.clear()
+        self._openings.clear()
 
-    def _wave(self, prompts: Sequence[Ids], waiting: list[int]) -> tuple[list[int], list[int]]:
+    def _bases(self, prompts: Sequence[Ids], trees: Sequence[int | None]) -> list[int]:
+        """The number of each prompt's base; those that are not there yet are computed."""
+        openings = [self._opening(prompt, tree) for prompt, tree in zip(prompts, trees, strict=True)]
+        found = [NO_BASE if opening is None else self.cache.find_base(opening) for opening in openings]
+        self.cache.trim_bases(keep={number for number in found if number is not None})
+        return [self._base(opening) if opening is not None else NO_BASE for opening in openings]
+
+    def _opening(self, prompt: Ids, tree: int | None) -> Ids | None:
+        """What the prompt shares with the other sequences of its tree as a base, if anything."""
+        if tree is None or self._min_base is None:
+            return None
+        length, known = self._openings.get(tree, (len(prompt), 0))
+        if length >= len(prompt) or hash(prompt[:length].tobytes()) != known:  # the first of its tree, or of another with the same number
+            length = len(prompt) - 1
+            self._openings[tree] = length, hash(prompt[:length].tobytes())
+        return prompt[:length] if length >= self._min_base else None
+
+    def _base(self, opening: Ids) -> int:
+        """The number of the base of these tokens, computed where it is new."""
+        number, computed = self.cache.find_base(opening), 0
+        if number is None:
+            number = self.cache.add_base(opening)
+            cache = self.cache.bases[number].cache
+            computed = len(opening) - int(cache.lengths[0])
+            self._feed(cache, 0, np.array([computed]))
+        self._stats.prefilled_tokens += computed
+        self._stats.reused_tokens += len(opening) - computed
+        return number
+
+    def _wave(self, prompts: Sequence[Ids], bases: Sequence[int], waiting: list[int]) -> tuple[list[int], list[int]]:
         """Splits ``waiting`` into those to prefill now, longest remainder first, and those that reuse one of them afterwards."""
         wave: list[int] = []
         later: list[int] = []
-        cached = {i: self.cache.reusable(prompts[i]) for i in waiting}
+        cached = {i: self.cache.reusable(prompts[i], bases[i]) for i in waiting}
         for i in waiting:
-            shared = max((_common(prompts[i], prompts[j]) for j in wave), default=0)
+            shared = max((common_prefix(prompts[i], prompts[j]) for j in wave if bases[i] == bases[j]), default=0)
             rest = len(prompts[i]) - 1
             if shared - cached[i] >= _MIN_SHARED or (shared >= rest > cached[i]):
                 later.append(i)
@@ -122,18 +169,22 @@ class CachedDecoder:
 
     def _prefill(self, first: int, targets: Ids) -> None:
         """Computes the rows from ``first`` on up to ``targets`` tokens, neighbours of similar remainders in one padded call."""
-        counts = targets - self.cache.lengths[first : first + len(targets)]
+        counts = np.trim_zeros(targets - self.cache.lengths[first : first + len(targets)], "b")
         done = 0
         while done < len(counts):
             some = counts[done : done + max(1, _PREFILL_TOKENS // max(1, int(counts[done])))]
             if some.any():
-                self._feed(first + done, some)
+                self._feed(self.cache, first + done, some)
             done += len(some)
 
-    def _feed(self, first: int, counts: Ids) -> torch.Tensor:
-        inputs = self.cache.inputs(first, counts, dtype=self._model.dtype, device=self._model.device)
-        logits = self._model(keep=1, past_key_values=self.cache, use_cache=True, **inputs)
-        self.cache.computed(first, counts)
+    def _feed(self, cache: KVCache, first: int, counts: Ids) -> torch.Tensor:
+        inputs = cache.inputs(first, counts, dtype=self._model.dtype, device=self._model.device)
+        with base_attention(self._model.module) if cache.shares else nullcontext():
+            logits = self._model(keep=1, past_key_values=cache, use_cache=True, **inputs)
+        cache.computed(first, counts)
+        tokens = int(counts.sum())
+        self._stats.computed_tokens += tokens
+        self._stats.padding_tokens += inputs["input_ids"].numel() - tokens
         return logits
 
 
@@ -145,7 +196,7 @@ class RecomputingDecoder:
         self._stats = stats
         self._sequences: list[list[int]] = []
 
-    def join(self, prompts: Sequence[Ids]) -> list[int]:
+    def join(self, prompts: Sequence[Ids], trees: Sequence[int | None]) -> list[int]:
         self._sequences += [prompt.tolist() for prompt in prompts]
         self._stats.prefilled_tokens += sum(map(len, prompts))
         return list(range(len(prompts)))
@@ -155,6 +206,8 @@ class RecomputingDecoder:
         ids = np.zeros((len(ends), ends.max() + 1), np.int64)
         for row, sequence in enumerate(self._sequences):
             ids[row, : len(sequence)] = sequence
+        self._stats.computed_tokens += sum(map(len, self._sequences))
+        self._stats.padding_tokens += ids.size - sum(map(len, self._sequences))
         # No mask: nothing to the right of a token changes it in a causal model, recurrent layers included.
         kept, column = np.unique(ends, return_inverse=True)
         device = self._model.device
@@ -173,8 +226,8 @@ class RecomputingDecoder:
         self._sequences.clear()
 
 
-def why_not_cached(model: torch.nn.Module, context_length: int, vocab_size: int) -> str | None:
-    """The reason why this model cannot decode with the shared cache, or None where it can.
+def why_not_cached(model: torch.nn.Module, context_length: int, vocab_size: int, *, bases: bool) -> str | None:
+    """The reason why this model cannot decode with the shared cache, or None where it can; ``bases``: with shared openings besides, which need a CPU kernel.
 
     A window of attention shorter than the context is refused, since a short trial cannot see it. Everything else is tried: random sequences (a padded
     batch, a twin, a continuation and a branch) are decoded with the cache and compared with plain forwards of each sequence alone. The tolerance is 1e-4
@@ -183,10 +236,12 @@ def why_not_cached(model: torch.nn.Module, context_length: int, vocab_size: int)
     window = _attention_window(model)
     if window is not None and window < context_length:
         return f"its attention window of {window} tokens is shorter than the context of {context_length} (a context_length up to the window would do)"
+    if bases and (device := _Forward(model, DecodingStats()).device.type) != "cpu":
+        return f"it is on {device}"
     if context_length < 8:
         return f"a context of {context_length} tokens is too short to try it"
     try:
-        error, scale = _trial(model, min(context_length, 40), vocab_size)
+        error, scale = _trial(model, min(context_length, 40), vocab_size, 1 if bases else None)
     except Exception as exc:  # whatever a model does with a cache it does not know, recomputing still works
         return f"its forward raised {type(exc).__name__} with it: {exc}"
     allowed = max(1e-4, 8 * torch.finfo(_Forward(model, DecodingStats()).dtype).eps) * scale
@@ -210,7 +265,7 @@ class _Forward:
     """Calls a model, counts and times it, and asks for the logits of some positions only where it can be asked."""
 
     def __init__(self, model: torch.nn.Module, stats: DecodingStats) -> None:
-        self._model = model
+        self.module = model
         self._stats = stats
         wrapped: Any = model
         base = wrapped.get_base_model() if hasattr(model, "get_base_model") else wrapped  # peft wraps forward(*args, **kwargs)
@@ -218,25 +273,18 @@ class _Forward:
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(p.dtype for p in self._model.parameters() if p.dtype.is_floating_point)
+        return next(p.dtype for p in self.module.parameters() if p.dtype.is_floating_point)
 
     @property
     def device(self) -> torch.device:
-        return next(self._model.parameters()).device
+        return next(self.module.parameters()).device
 
     def __call__(self, *, keep: int | torch.Tensor, **inputs: Any) -> torch.Tensor:
         started = time.perf_counter()
-        logits: torch.Tensor = self._model(**inputs, **({"logits_to_keep": keep} if self.keeps else {})).logits
+        logits: torch.Tensor = self.module(**inputs, **({"logits_to_keep": keep} if self.keeps else {})).logits
         self._stats.forward_calls += 1
         self._stats.forward_seconds += time.perf_counter() - started
         return logits
-
-
-def _common(a: Ids, b: Ids) -> int:
-    """Length of the longest common prefix."""
-    width = min(len(a), len(b))
-    differs = a[:width] != b[:width]
-    return int(differs.argmax()) if differs.any() else width
 
 
 def _attention_window(model: torch.nn.Module) -> int | None:
@@ -249,17 +297,17 @@ def _attention_window(model: torch.nn.Module) -> int | None:
     return min((size for size in sizes if size), default=None)
 
 
-def _trial(model: torch.nn.Module, length: int, vocab_size: int) -> tuple[float, float]:
+def _trial(model: torch.nn.Module, length: int, vocab_size: int, min_base: int | None) -> tuple[float, float]:
     """Largest difference between cached and plain logits over a short script of joins, steps and leaves, and the largest plain logit."""
     rng = np.random.default_rng(0)
-    decoder = CachedDecoder(model, DecodingStats(), max_bytes=1 << 30)
+    decoder = CachedDecoder(model, DecodingStats(), max_bytes=1 << 30, min_base=min_base)
     plain = _Forward(model, DecodingStats())
     a, b, c = (rng.integers(0, vocab_size, n) for n in (length // 2, length // 4, length // 2))
     slots: list[NDArray[np.int64]] = []
     error = scale = 0.0
 
-    def join(*prompts: Ids) -> None:
-        slots.extend(prompts[i] for i in decoder.join(prompts))
+    def join(*prompts: Ids, trees: Sequence[int | None]) -> None:
+        slots.extend(prompts[i] for i in decoder.join(prompts, trees))
 
     def step() -> None:
         nonlocal error, scale
@@ -274,7 +322,7 @@ def _trial(model: torch.nn.Module, length: int, vocab_size: int) -> tuple[float,
         decoder.append(ids)
 
     with torch.inference_mode(), evaluating(model):
-        join(a, b, a)
+        join(a, b, a, trees=(0, 1, 0))
         step()
         step()
         ended = slots[0]
@@ -282,7 +330,7 @@ def _trial(model: torch.nn.Module, length: int, vocab_size: int) -> tuple[float,
         slots[0] = slots[-1]
         slots.pop()
         tail = c[: length // 4]
-        join(np.concatenate((ended, tail)), np.concatenate((ended, tail)), np.concatenate((ended[: length // 4], tail)))
+        join(np.concatenate((ended, tail)), np.concatenate((ended, tail)), np.concatenate((ended[: length // 4], tail)), trees=(0, 0, None))
         step()
         step()
     return error, scale

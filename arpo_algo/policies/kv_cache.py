@@ -10,12 +10,18 @@ with the same ids: a new sequence takes over an idle row that is wholly a prefix
 ``tokens`` may run ahead of ``lengths``: ids that are known but not yet computed. Buffers grow by doubling; when they may not, the idle row that was used
 longest ago goes.
 
+A long opening that many sequences have in common (the prompt of a group) is held once, as a :class:`Base`: the rows of these sequences hold only what comes
+after it, and attention reads it once for all of them (:mod:`arpo_algo.policies.base_attention`). Which base a sequence stands on is the caller's choice and
+part of what it asks for: rows are shared among sequences of the same base only. What branches copy, then, are the turns between the prompt and the branch
+point. For a model of 135M parameters on one core that is 9 to 51 ms for 1,000 tokens, once, beside 0.2 s for each decode step of 16 rows.
+
 The class is a transformers ``Cache``: a model writes each row's new keys and values at that row's own positions and gets the view back. Positions and the
 4D mask are passed explicitly, so nothing here depends on the rows having one length.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +30,15 @@ import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import Cache
 
+from arpo_algo.policies.base_attention import BasePlan, BaseRows
+
 Ids = NDArray[np.int64]
 
 _LENGTH_STEP = 16
 """The attended length is rounded up to a multiple of this. With a ragged end the CPU attention kernel adds in another order, and the numbers of a row
 would depend (in the last bit) on the length of its neighbours."""
+NO_BASE = -1
+"""Number of the base of a row that holds its sequence from the first token on."""
 _QUERY_STEP = 4
 """Likewise the number of queries in a prefill: CPU matrix kernels treat a remainder of one to three rows apart."""
 
@@ -46,18 +56,49 @@ class _Write:
     """Row and query index of the real tokens among the padded ones; None when there is one query a row and all are real."""
 
 
+@dataclass(slots=True)
+class Base:
+    """The first tokens of several sequences, computed once."""
+
+    ids: Ids
+    cache: KVCache
+    """Their keys and values, in one row."""
+    used: int
+    """When a sequence last asked for it."""
+    hidden: torch.Tensor | None = None
+    """What hides the padding of the row; see :class:`~arpo_algo.policies.base_attention.BaseRows`."""
+
+    @property
+    def bytes(self) -> int:
+        return self.cache.bytes
+
+    def rows(self, rows: Ids, device: torch.device) -> BaseRows:
+        keys, values = self.cache._keys, self.cache._values
+        length = len(self.ids)
+        if self.hidden is None and length % _LENGTH_STEP:
+            self.hidden = torch.zeros((1, 1, 1, self.cache.capacity), dtype=keys[0].dtype, device=device)
+            self.hidden[..., length:] = torch.finfo(keys[0].dtype).min
+        return BaseRows(keys=keys, values=values, hidden=self.hidden, rows=torch.from_numpy(rows).to(device))
+
+
 class KVCache(Cache):
     """Rows of keys and values with the tokens that they belong to.
 
-    ``max_bytes`` bounds what all rows together take; rows in use are never refused, so it decides how many idle ones are kept.
+    ``max_bytes`` bounds what all rows and bases together take; those in use are never refused, so it decides how many idle ones are kept. ``shares``: whether
+    forwards run inside :func:`~arpo_algo.policies.base_attention.base_attention`; without it there are no bases.
     """
 
-    def __init__(self, *, max_bytes: int, rows: int = 8, capacity: int = 64) -> None:
+    def __init__(self, *, max_bytes: int, rows: int = 8, capacity: int = 64, shares: bool = False) -> None:
         super().__init__(layers=[])
         self.max_bytes = max_bytes
+        self.shares = shares
         self.active = 0
         self.tokens: Ids = np.zeros((rows, capacity), np.int64)
         self.lengths: Ids = np.zeros(rows, np.int64)
+        self.bases: dict[int, Base] = {}
+        self._bases_made = 0
+        self._base: Ids = np.full(rows, NO_BASE, np.int64)  # the base of each row
+        self._offset: Ids = np.zeros(rows, np.int64)  # and its length
         self._used: Ids = np.full(rows, -1, np.int64)  # when each row was last used; -1: empty
         self._clock = 0
         self._keys: list[torch.Tensor] = []  # a layer: (rows, heads, capacity, head_dim)
@@ -72,6 +113,11 @@ class KVCache(Cache):
     @property
     def capacity(self) -> int:
         return int(self.tokens.shape[1])
+
+    @property
+    def bytes(self) -> int:
+        """What keys and values take, those of the bases included."""
+        return self._token_bytes * self.rows * self.capacity + sum(base.bytes for base in self.bases.values())
 
     # --- what the model calls -------------------------------------------------------------------------------------------------------------------
 
@@ -93,10 +139,11 @@ class KVCache(Cache):
 
     # --- what the decoder calls -----------------------------------------------------------------------------------------------------------------
 
-    def inputs(self, first: int, counts: Ids, *, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    def inputs(self, first: int, counts: Ids, *, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         """Ids, positions and additive mask of a forward that feeds the next ``counts[i]`` known tokens of row ``first + i``; 0 computes a padding row.
 
-        Shapes: ``input_ids`` and ``position_ids`` (rows, queries), ``attention_mask`` (rows, 1, queries, attended length).
+        Shapes: ``input_ids`` and ``position_ids`` (rows, queries), ``attention_mask`` (rows, 1, queries, attended length). A cache that shares adds the
+        ``base_plan``; its mask is over the rows' own tokens.
         """
         last = first + len(counts)
         queries = int(counts.max())
@@ -106,30 +153,71 @@ class KVCache(Cache):
         length = _up(int((start + counts)[counts > 0].max()), _LENGTH_STEP)
         offset = np.arange(queries)
         # Padding queries repeat the last real position: positions past the context would overflow a learned position table.
-        positions = np.minimum(start[:, None] + np.minimum(offset, np.maximum(counts, 1)[:, None] - 1), self.capacity - 1)
+        own = np.minimum(start[:, None] + np.minimum(offset, np.maximum(counts, 1)[:, None] - 1), self.capacity - 1)
         real = offset < counts[:, None]
         row, query = real.nonzero()
         source = None if queries == 1 and len(row) == len(counts) else (torch.from_numpy(row).to(device), torch.from_numpy(query).to(device))
-        at = torch.from_numpy(positions).to(device)
-        self._write = _Write(first, last, length, torch.from_numpy(row + first).to(device), torch.from_numpy(positions[row, query]).to(device), source)
-        hidden = torch.arange(length, device=device) > at[:, None, :, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
-        ids = torch.from_numpy(np.take_along_axis(self.tokens[first:last], positions, axis=1)).to(device)
-        return {"input_ids": ids, "position_ids": at, "attention_mask": mask}
+        self._write = _Write(first, last, length, torch.from_numpy(row + first).to(device), torch.from_numpy(own[row, query]).to(device), source)
+        hidden = torch.arange(length, device=device) > torch.from_numpy(own).to(device)[:, None, :, None]
+        # Not -inf: the kernel reports a log-sum-exp of 0 where everything is hidden, and in a run of own keys that may be.
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)
+        inputs: dict[str, Any] = {
+            "input_ids": torch.from_numpy(np.take_along_axis(self.tokens[first:last], own, axis=1)).to(device),
+            "position_ids": torch.from_numpy(own + self._offset[first:last, None]).to(device),
+            "attention_mask": mask,
+        }
+        return inputs | {"base_plan": self._plan(first, counts, queries, device)} if self.shares else inputs
+
+    def _plan(self, first: int, counts: Ids, queries: int, device: torch.device) -> BasePlan:
+        held = np.where(counts > 0, self._base[first : first + len(counts)], NO_BASE)
+        plan = BasePlan(bases=[])
+        for number in np.unique(held[held != NO_BASE]).tolist():
+            rows = np.flatnonzero(held == number)
+            if queries == 1:
+                rows = np.resize(rows, _up(len(rows), _QUERY_STEP))  # repeats them
+            plan.bases.append(self.bases[number].rows(rows, device))
+        return plan
 
     def computed(self, first: int, counts: Ids) -> None:
         """Records that the forward prepared by ``inputs`` has run."""
         self.lengths[first : first + len(counts)] += counts
         self._write = None
 
-    def reusable(self, ids: Ids) -> int:
-        """How many leading ``ids`` some row holds, the last not counted."""
-        return self._longest_prefix(ids[:-1])[1]
+    def find_base(self, ids: Ids) -> int | None:
+        """The number of the base that consists of ``ids``."""
+        return next((number for number, base in self.bases.items() if np.array_equal(base.ids, ids)), None)
 
-    def claim(self, ids: Ids) -> int:
-        """Makes row ``active`` a row in use that knows ``ids``; returns how many of them it holds already: at most all but the last, which is left to feed."""
+    def add_base(self, ids: Ids) -> int:
+        """The number of a new base, whose row 0 is left to compute from ``lengths[0]`` on: it begins with what another base has of it."""
+        cache = KVCache(max_bytes=0, rows=1, capacity=_up(len(ids), _LENGTH_STEP))
+        cache.claim(ids)
+        like = max(self.bases.values(), key=lambda base: common_prefix(base.ids, ids[:-1]), default=None)
+        if like is not None and (common := common_prefix(like.ids, ids[:-1])):
+            cache.copy_from(like.cache, common)
+        self._bases_made += 1
+        self.bases[self._bases_made] = Base(ids, cache, self._clock)
+        return self._bases_made
+
+    def trim_bases(self, keep: Container[int]) -> None:
+        """Drops bases that no row in use stands on, those asked for longest ago first, until all take at most half of ``max_bytes``."""
+        used = set(self._base[: self.active].tolist())
+        for number in sorted(self.bases, key=lambda number: self.bases[number].used):
+            if sum(base.bytes for base in self.bases.values()) <= self.max_bytes // 2:
+                return
+            if number not in used and number not in keep:
+                del self.bases[number]
+                gone = self._base == number
+                self.lengths[gone], self._used[gone], self._base[gone], self._offset[gone] = 0, -1, NO_BASE, 0
+
+    def reusable(self, ids: Ids, base: int = NO_BASE) -> int:
+        """How many leading ``ids`` some row holds beyond ``base``, the last not counted."""
+        return self._longest_prefix(ids[:-1], base)[1]
+
+    def claim(self, ids: Ids, base: int = NO_BASE) -> int:
+        """Makes row ``active`` a row in use that knows ``ids``, what its sequence has beyond ``base``; returns how many of them it holds already: at most all
+        but the last, which is left to feed."""
         self.reserve(len(ids))
-        source, common = self._longest_prefix(ids[:-1])
+        source, common = self._longest_prefix(ids[:-1], base)
         slot = self.active
         if source >= slot and self.lengths[source] == common:
             self._swap(source, slot)
@@ -142,6 +230,8 @@ class KVCache(Cache):
                 self._copy(target if source == slot else source, slot, common)
         self.lengths[slot] = common
         self.tokens[slot, : len(ids)] = ids
+        self._base[slot] = base
+        self._offset[slot] = 0 if base == NO_BASE else len(self.bases[base].ids)
         self._touch(slot)
         self.active += 1
         return common
@@ -165,17 +255,21 @@ class KVCache(Cache):
         self.active = 0
         self.lengths[:] = 0
         self._used[:] = -1
+        self._base[:] = NO_BASE
+        self._offset[:] = 0
+        self.bases.clear()
         self._keys.clear()
         self._values.clear()
         self._write = None
 
     # --- rows ---------------------------------------------------------------------------------------------------------------------------------
 
-    def _longest_prefix(self, ids: Ids) -> tuple[int, int]:
-        """The row with the longest common prefix with ``ids`` and its length. Among equals an idle row that ends there (it can be taken over) wins."""
+    def _longest_prefix(self, ids: Ids, base: int) -> tuple[int, int]:
+        """The row on ``base`` with the longest common prefix with ``ids``, and its length. Among equals an idle row that ends there wins: it can be taken."""
         width = min(len(ids), self.capacity)
         differs = (self.tokens[:, :width] != ids[:width]) | (np.arange(width) >= self.lengths[:, None])
         common = np.where(differs.any(1), differs.argmax(1), width) if width else np.zeros(self.rows, np.int64)
+        common[self._base != base] = 0
         ends = (common == self.lengths) & (np.arange(self.rows) >= self.active)
         best = int(np.argmax(2 * common + ends))
         return best, int(common[best])
@@ -195,7 +289,8 @@ class KVCache(Cache):
 
     def _affordable(self, capacity: int) -> int:
         """How many rows of this capacity ``max_bytes`` pays for; unbounded while the shape of the buffers is not known."""
-        return self.max_bytes // (self._token_bytes * capacity) if self._token_bytes else 2 * self.rows
+        left = self.max_bytes - sum(base.bytes for base in self.bases.values())
+        return max(0, left) // (self._token_bytes * capacity) if self._token_bytes else 2 * self.rows
 
     def _resize(self, rows: int, capacity: int) -> None:
         """New buffers. Rows in use stay where they are; of the idle ones those used last are kept, in order."""
@@ -217,6 +312,8 @@ class KVCache(Cache):
         empty = rows - len(kept)
         self.lengths = np.concatenate((self.lengths[kept], np.zeros(empty, np.int64)))
         self._used = np.concatenate((self._used[kept], np.full(empty, -1, np.int64)))
+        self._base = np.concatenate((self._base[kept], np.full(empty, NO_BASE, np.int64)))
+        self._offset = np.concatenate((self._offset[kept], np.zeros(empty, np.int64)))
 
     def _swap(self, a: int, b: int) -> None:
         if a == b:
@@ -226,7 +323,7 @@ class KVCache(Cache):
             held = buffer[a, :, :length].clone()
             buffer[a, :, :length] = buffer[b, :, :length]
             buffer[b, :, :length] = held
-        for array in (self.tokens, self.lengths, self._used):
+        for array in (self.tokens, self.lengths, self._used, self._base, self._offset):
             array[[a, b]] = array[[b, a]]
 
     def _copy(self, source: int, target: int, length: int) -> None:
@@ -234,11 +331,29 @@ class KVCache(Cache):
             for buffer in (*self._keys, *self._values):
                 buffer[target, :, :length] = buffer[source, :, :length]
 
+    def copy_from(self, other: KVCache, length: int) -> None:
+        """Row 0 begins with ``length`` tokens of row 0 of a cache of the same model."""
+        for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
+            for layer in theirs:
+                mine.append(layer.new_zeros((self.rows, layer.shape[1], self.capacity, layer.shape[3])))
+                mine[-1][0, :, :length] = layer[0, :, :length]
+        self._token_bytes = other._token_bytes
+        self.lengths[0] = length
+
     def _touch(self, row: int) -> None:
         self._clock += 1
         self._used[row] = self._clock
+        if self._base[row] != NO_BASE:
+            self.bases[int(self._base[row])].used = self._clock
 
 
 def _up(n: int, step: int) -> int:
     """``n`` rounded up to a multiple of ``step``."""
     return -(-n // step) * step
+
+
+def common_prefix(a: Ids, b: Ids) -> int:
+    """Length of the longest common prefix."""
+    width = min(len(a), len(b))
+    differs = a[:width] != b[:width]
+    return int(differs.argmax()) if differs.any() else width

@@ -4,8 +4,9 @@ Continuous batching without threads: one task in the caller's event loop runs a 
 any step and leave when they are done. The task ends when no request is left.
 
 What a token depends on: its prompt, its parameters, the weights. Its random number is a function of the seed and its index in the turn (see
-:mod:`arpo_algo.policies.sampling`), and the shapes of a step are chosen so that a row's numbers do not change with its neighbours on the CPU. Elsewhere
-logits may differ in the last bits from batch to batch, and a draw that falls within that of a boundary between two ids may go the other way.
+:mod:`arpo_algo.policies.sampling`), and the shapes of a step are chosen so that on the CPU a row's numbers do not change with its neighbours. That holds for
+small models such as the quickstart's; for wide ones, and on GPUs, matrix kernels add in another order from one batch size to another. Logits may then differ
+in the last bits, and a draw that falls within that of a boundary between two ids may go the other way.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from arpo_algo.checkpoint import copy_weights, read_weights
 from arpo_algo.policies.base import Generation, SamplingParams, check_prompt
-from arpo_algo.policies.decoding import CachedDecoder, Decoder, DecodingStats, RecomputingDecoder, evaluating, why_not_cached
+from arpo_algo.policies.decoding import MIN_BASE, CachedDecoder, Decoder, DecodingStats, RecomputingDecoder, evaluating, why_not_cached
 from arpo_algo.policies.kv_cache import Ids
 from arpo_algo.policies.model_info import model_context_length, model_eos_ids, model_vocab_size
 from arpo_algo.policies.sampling import sample, seed_key, uniforms
@@ -227,7 +228,7 @@ class TransformersPolicy:
             # In _active before the prefill: if that raises, the requests must still be known.
             known = len(self._active)
             self._active += joining
-            order = self._decoder.join([request.prompt for request in joining])
+            order = self._decoder.join([request.prompt for request in joining], [request.params.tree for request in joining])
             self._active[known:] = [joining[i] for i in order]
             self._refresh()
 
@@ -276,9 +277,10 @@ class TransformersPolicy:
     # --- construction and checks ------------------------------------------------------------------------------------------------------------------
 
     def _choose_decoder(self, cache_bytes: int) -> Decoder:
-        reason = why_not_cached(self.model, self._context_length, self._vocab_size)
-        if reason is None:
-            return CachedDecoder(self.model, self.stats, max_bytes=cache_bytes)
+        for min_base in (MIN_BASE, None):
+            reason = why_not_cached(self.model, self._context_length, self._vocab_size, bases=min_base is not None)
+            if reason is None:
+                return CachedDecoder(self.model, self.stats, max_bytes=cache_bytes, min_base=min_base)
         warnings.warn(f"{type(self.model).__name__} cannot share a KV cache between trajectories, every token recomputes its sequence: {reason}", stacklevel=3)
         return RecomputingDecoder(self.model, self.stats)
 

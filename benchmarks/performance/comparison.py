@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +95,20 @@ def show(part: Part) -> None:
         print(f"  left out: {line}")
 
 
-def write(path: Path | None, part: Part) -> None:
-    """Write the part with the machine as JSON, where a path was given."""
+def write(path: Path | None, part: Part, more: Mapping[str, Any] | None = None) -> None:
+    """Write the part with the machine as JSON, where a path was given; ``more`` stands beside its fields and is read by others."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": machine(), **asdict(part)}, indent=2) + "\n")
+        path.write_text(json.dumps({"machine": machine(), **(more or {}), **asdict(part)}, indent=2) + "\n")
 
 
 def read(path: Path) -> tuple[Part, dict[str, Any]]:
     """The part of a file, and the machine that it ran on."""
     values = json.loads(path.read_text())
-    ran_on = values.pop("machine")
-    return Part(**values | {"rows": [Comparison(**row) for row in values["rows"]]}), ran_on
+    return parsed(values), values["machine"]
+
+
+def parsed(values: Mapping[str, Any]) -> Part:
+    """The part of a mapping as :func:`write` makes it, whatever else it has."""
+    chosen = {each.name: values[each.name] for each in fields(Part) if each.name in values}
+    return Part(**chosen | {"rows": [Comparison(**row) for row in values["rows"]]})

@@ -1,36 +1,38 @@
 """Steps a second, cost of a fork and import time of ``ToolEnv`` beside GEM, SkyRL-Gym and a plain Gymnasium environment, in one run.
 
-    python benchmarks/performance/environments.py [--repeats 15] [--out figures.json]
+    python benchmarks/performance/environments.py [--short] [--out part.json]
 
 All play the same episode: eight turns ``<think>..</think><calc>a*b</calc>`` and an answer, with a calculator that counts its calls. No model is involved.
 Speeds are per CPU second of the process (so a loaded machine matters less); every repetition plays all of them once, in rotating order; shown are the median
-over repetitions and the median of the ratios to plain Gymnasium within a repetition. A copy is called right when a call in the copy is counted there and not
-in its parent. Then how environments of other libraries fork behind their adapters, and what importing each library costs. What is not installed is listed.
-verifiers 0.4 has neither a step nor a copy to measure (its environments run an agent against a model endpoint), so that it appears among the imports alone; it
-needs a virtual environment apart from this project's other extras.
+over repetitions and the median of the ratios within a repetition, of ``ToolEnv`` to each of the others. Memory of a fork is what Python has allocated for it
+(tracemalloc) while many are alive, after four calls. A copy is called right when a call in the copy is counted there and not in its parent. Then how
+environments of other libraries fork behind their adapters, and what importing each library costs. What is not installed is listed. verifiers 0.4 has neither
+a step nor a copy to measure (its environments run an agent against a model endpoint) and needs a virtual environment apart from this project's other extras:
+it appears among the imports, and with figures of its version 0.3.1 that were measured another time on a machine like the one named there.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import statistics
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import comparison
 import gymnasium
 from gymnasium import spaces
-from measure import machine
 
 import arpo_env
 from arpo_env.tools.base import Tool
@@ -39,6 +41,9 @@ CALL, ANSWER = "<think>multiply</think><calc>12*7</calc>", "<answer>84</answer>"
 EPISODE = (*(CALL,) * 8, ANSWER)
 ROWS = [{"question": "What is 12 * 7?", "answer": "84"}]
 _CALL, _ANSWER = re.compile(r"<calc>(.*?)</calc>"), re.compile(r"<answer>(.*?)</answer>")
+
+
+OURS = "arpo ToolEnv"
 
 
 def product(expression: str) -> str:
@@ -115,7 +120,7 @@ def gym_step(env: Any, text: str) -> object:
 
 def own_peers() -> Iterator[Peer]:
     yield Peer("Gymnasium, by hand", "gymnasium", Plain, gym_reset, gym_step, copy.deepcopy, lambda env: env.calls)
-    for name, timeout in (("arpo ToolEnv", None), ("arpo ToolEnv, calls under a deadline", 30.0)):
+    for name, timeout in ((OURS, None), ("arpo ToolEnv, calls under a deadline", 30.0)):
         yield Peer(
             name, "arpo_env", lambda timeout=timeout: tool_env(timeout), gym_reset, gym_step, arpo_env.fork, lambda env: env.unwrapped._tools["calc"].calls
         )
@@ -248,8 +253,32 @@ def copies_rightly(peer: Peer) -> bool:
     return peer.calls(child) == before + 1 and peer.calls(parent) == before
 
 
-def compare(peers: Sequence[Peer], repeats: int, episodes: int, forks: int) -> list[dict[str, Any]]:
-    """Figures of all peers, taken in turns."""
+def fork_memory(peer: Peer, forks: int) -> float:
+    """Kilobytes that Python has allocated for each of many copies after four calls."""
+    env = in_mid_episode(peer)
+    peer.fork(env)  # what the first copy imports or caches
+    gc.collect()
+    tracemalloc.start()
+    try:
+        copies = [peer.fork(env) for _ in range(forks)]
+        return tracemalloc.get_traced_memory()[0] / len(copies) / 1000
+    finally:
+        tracemalloc.stop()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """All repetitions of one peer."""
+
+    peer: Peer
+    speeds: list[float]
+    forks_ms: list[float]
+    fork_kb: float
+    right: bool
+
+
+def samples(peers: Sequence[Peer], repeats: int, episodes: int, forks: int) -> list[Samples]:
+    """Those of all peers, taken in turns."""
     speeds: dict[str, list[float]] = {peer.name: [] for peer in peers}
     costs: dict[str, list[float]] = {peer.name: [] for peer in peers}
     for repeat in range(repeats):
@@ -257,18 +286,43 @@ def compare(peers: Sequence[Peer], repeats: int, episodes: int, forks: int) -> l
         for peer in (*peers[shift:], *peers[:shift]):
             speeds[peer.name].append(steps_per_cpu_second(peer, episodes))
             costs[peer.name].append(fork_cost(peer, forks))
-    base_speed, base_cost = speeds[peers[0].name], costs[peers[0].name]
+    return [
+        Samples(peer=peer, speeds=speeds[peer.name], forks_ms=costs[peer.name], fork_kb=fork_memory(peer, forks), right=copies_rightly(peer)) for peer in peers
+    ]
+
+
+def compare(all_samples: Sequence[Samples]) -> list[dict[str, Any]]:
+    """Medians, and ratios to the first."""
+    base = all_samples[0]
     return [
         {
-            "name": peer.name,
-            "steps_per_cpu_second": statistics.median(speeds[peer.name]),
-            "steps_ratio": statistics.median(a / b for a, b in zip(speeds[peer.name], base_speed, strict=True)),
-            "fork_ms": statistics.median(costs[peer.name]),
-            "fork_ratio": statistics.median(a / b for a, b in zip(costs[peer.name], base_cost, strict=True)),
-            "copy_right": copies_rightly(peer),
+            "name": each.peer.name,
+            "steps_per_cpu_second": statistics.median(each.speeds),
+            "steps_ratio": statistics.median(a / b for a, b in zip(each.speeds, base.speeds, strict=True)),
+            "fork_ms": statistics.median(each.forks_ms),
+            "fork_ratio": statistics.median(a / b for a, b in zip(each.forks_ms, base.forks_ms, strict=True)),
+            "fork_kb": each.fork_kb,
+            "copy_right": each.right,
         }
-        for peer in peers
+        for each in all_samples
     ]
+
+
+def comparisons(all_samples: Sequence[Samples]) -> list[comparison.Comparison]:
+    """``ToolEnv`` beside each of the others that is no adapter of ours."""
+    ours = next(each for each in all_samples if each.peer.name == OURS)
+    lines = []
+    for each in all_samples:
+        if "arpo" in each.peer.name:
+            continue
+        note = "" if each.right else "its copy acts on its parent's tools"
+        peer = each.peer.name
+        lines += [
+            comparison.compared("steps", ours.speeds, each.speeds, peer=peer, unit="steps / CPU s", more_is_better=True),
+            comparison.compared("fork", ours.forks_ms, each.forks_ms, peer=peer, unit="CPU ms", note=note),
+            comparison.compared("memory of a fork", [ours.fork_kb], [each.fork_kb], peer=peer, unit="kB", note=note),
+        ]
+    return lines
 
 
 def foreign_forks(missing: Mapping[str, str], repeats: int, forks: int) -> list[dict[str, Any]]:
@@ -309,6 +363,8 @@ def _foreign_fork(name: str, make: Callable[[], Any], turns: Sequence[str], *, r
         played += 1
         if any(env.step(turn)[2:4]):
             break
+    first_ms = copying(env, arpo_env.fork, 1)
+    forks, repeats = (forks, repeats) if first_ms < 20 else (1, 3)
     return {
         "name": name,
         "forks_by": arpo_env.fork_support(env),
@@ -343,48 +399,65 @@ def version(distribution: str) -> str:
         return "?"
 
 
-def show(result: Mapping[str, Any]) -> None:
-    print("\nthe same episode (8 calls and an answer)         steps/CPU s   of Gymnasium      fork ms   of Gymnasium   copy is")
-    for row in result["environments"]:
-        right = "right" if row["copy_right"] else "WRONG"
-        steps = f"{row['steps_per_cpu_second']:>12,.0f} {row['steps_ratio']:>14.3f}"
-        print(f"  {row['name']:<44} {steps} {row['fork_ms']:>12.4f} {row['fork_ratio']:>14.3f}   {right}")
-    print("\nforks behind the adapters, after some turns         by      turns   fork ms")
-    for row in result["foreign"]:
-        print(f"  {row['name']:<44} {row['forks_by']:>8} {row['turns']:>7} {row['fork_ms']:>11.3f}")
-    print("\nimport                        CPU s   modules    memory MB")
-    for row in result["imports"]:
-        print(f"  {row['module']:<22} {row['cpu_s']:>10.2f} {row['modules']:>9} {row['memory_mb']:>12.0f}")
-    for package, why in result["missing"].items():
-        print(f"missing: {package} ({why})")
+QUOTED = [
+    {"what": "verifiers 0.3.1, ToolEnv.env_response", "figure": "62,000 turns a second of the clock"},
+    {"what": "verifiers 0.3.1, whole rollout loop with a scripted model", "figure": "2,030 turns a second of the clock"},
+    {"what": "verifiers 0.3.1, a Python tool call", "figure": "16 ms"},
+    {"what": "verifiers 0.3.1, copy of a rollout's state", "figure": "fails: cannot pickle 'mappingproxy'"},
+]
+"""Measured once with the library's own script on 2 cores (AVX2, 24 GiB, Python 3.11), 2026-11; not in this run."""
+
+
+def figures(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything that is measured."""
+    missing = {module: f"pip install {name}" for module, name in PACKAGES.items() if importlib.util.find_spec(module) is None}
+    peers = [*own_peers(), *(() if "gem" in missing else gem_peers()), *(() if "skyrl_gym" in missing else skyrl_peers())]
+    installed = [module for module in PACKAGES if module not in missing]
+    taken = samples(peers, arguments.repeats, arguments.episodes, arguments.forks)
+    return {
+        "versions": {"gymnasium": version("gymnasium"), "arpo": version("arpo")} | {module: version(PACKAGES[module]) for module in installed},
+        "repeats": arguments.repeats,
+        "environments": compare(taken),
+        "comparisons": comparisons(taken),
+        "foreign": foreign_forks(missing, arguments.repeats, arguments.forks),
+        "imports": [importing(module, arguments.imports) for module in ("gymnasium", "arpo_env", *installed)],
+        "missing": missing,
+    }
+
+
+def as_part(result: Mapping[str, Any], command: str) -> comparison.Part:
+    """The same for the suite."""
+    return comparison.Part(
+        title="4. Environments: steps and forks",
+        command=command,
+        about={"versions": result["versions"], "repeats": result["repeats"], "episode": "eight calls of a calculator and an answer"},
+        rows=result["comparisons"],
+        figures={
+            "All, with what our adapters cost on top of a library": result["environments"],
+            "Environments of other libraries behind our adapters, after some turns": result["foreign"],
+            "Imports": result["imports"],
+            "Quoted, not measured in this run": QUOTED,
+        },
+        missing=[f"{package}: {why}" for package, why in result["missing"].items()],
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--short", action="store_true", help="five repetitions, one process for each import: under a minute")
+    parser.add_argument("--repeats", type=int, help="15, or 5 with --short")
     parser.add_argument("--episodes", type=int, default=200, help="episodes of nine steps in each repetition")
     parser.add_argument("--forks", type=int, default=200, help="forks in each repetition")
-    parser.add_argument("--imports", type=int, default=3, help="processes that import each library")
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
-    settings = parser.parse_args()
+    parser.add_argument("--imports", type=int, help="processes that import each library: 3, or 1 with --short")
+    parser.add_argument("--out", type=Path, help="write the part, and the figures under their own names, to this JSON file")
+    arguments = parser.parse_args()
+    arguments.repeats = arguments.repeats or (5 if arguments.short else 15)
+    arguments.imports = arguments.imports or (1 if arguments.short else 3)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    missing = {module: f"pip install {name}" for module, name in PACKAGES.items() if importlib.util.find_spec(module) is None}
-    peers = [*own_peers(), *(() if "gem" in missing else gem_peers()), *(() if "skyrl_gym" in missing else skyrl_peers())]
-    installed = [module for module in PACKAGES if module not in missing]
-    result: dict[str, Any] = {
-        "machine": machine(),
-        "versions": {"gymnasium": version("gymnasium"), "arpo": version("arpo")} | {module: version(PACKAGES[module]) for module in installed},
-        "repeats": settings.repeats,
-        "environments": compare(peers, settings.repeats, settings.episodes, settings.forks),
-        "foreign": foreign_forks(missing, settings.repeats, settings.forks),
-        "imports": [importing(module, settings.imports) for module in ("gymnasium", "arpo_env", *installed)],
-        "missing": missing,
-    }
-    show(result)
-    if settings.out is not None:
-        settings.out.parent.mkdir(parents=True, exist_ok=True)
-        settings.out.write_text(json.dumps(result, indent=2) + "\n")
-        print(f"\nwritten: {settings.out}")
+    result = figures(arguments)
+    part = as_part(result, "python benchmarks/performance/environments.py" + (" --short" if arguments.short else ""))
+    comparison.show(part)
+    comparison.write(arguments.out, part, {name: result[name] for name in ("versions", "repeats", "environments", "foreign", "imports")})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""What all benchmarks of this folder share: medians of a repeated measurement, the machine they ran on, one table and one JSON file."""
+"""What all benchmarks of this folder share: medians of a repeated measurement, time and memory of a call, the machine, one table, one JSON file."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import math
+import multiprocessing
 import os
 import platform
 import statistics
@@ -37,6 +40,46 @@ def row(name: str, samples: Sequence[float], *, note: str = "") -> Row:
     """The row of samples given in seconds, shown in milliseconds."""
     ordered = sorted(1000 * sample for sample in samples)
     return Row(name, statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))], len(ordered), note=note)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call took."""
+
+    cpu_s: float
+    """CPU seconds of the process, all threads: what else the machine does matters less to them than to the clock."""
+    peak_mb: float
+    """Growth of its resident memory while it ran, at the most."""
+
+
+def cost(function: Callable[[], object]) -> Cost:
+    """CPU seconds and peak memory of one call. Linux with glibc; for memory that is to mean something run it by :func:`alone`."""
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier calls left free would hide what this one takes
+    Path("/proc/self/clear_refs").write_text("5")  # the peak (VmHWM) starts anew
+    before, start = _resident("VmRSS"), time.process_time()
+    function()
+    return Cost(time.process_time() - start, _resident("VmHWM") - before)
+
+
+def _resident(name: str) -> float:
+    """A line of this process's status, in MB of 10^6 bytes."""
+    return next(int(line.split()[1]) * 1024 / 1e6 for line in _lines("/proc/self/status") if line.startswith(f"{name}:"))
+
+
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of a module returns, called in a process of its own: one thread, large blocks of memory given back to the system as soon as free."""
+    os.environ.update(OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="4194304", MALLOC_TRIM_THRESHOLD_="8388608")  # the forkserver starts with them
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "arpo_algo.learner"])
+    with context.Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """The k of ``value = c * size ** k`` by least squares over logarithms."""
+    x, y = ([math.log(value) for value in side] for side in (sizes, values))
+    mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
+    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
 
 
 def machine() -> dict[str, Any]:
