@@ -39,6 +39,8 @@ _LENGTH_STEP = 16
 would depend (in the last bit) on the length of its neighbours."""
 NO_BASE = -1
 """Number of the base of a row that holds its sequence from the first token on."""
+_COMPARED = 16
+"""Tokens of all rows that are compared first: most rows part from a sequence soon, and idle ones are many."""
 _QUERY_STEP = 4
 """Likewise the number of queries in a prefill: CPU matrix kernels treat a remainder of one to three rows apart."""
 
@@ -266,10 +268,15 @@ class KVCache(Cache):
 
     def _longest_prefix(self, ids: Ids, base: int) -> tuple[int, int]:
         """The row on ``base`` with the longest common prefix with ``ids``, and its length. Among equals an idle row that ends there wins: it can be taken."""
-        width = min(len(ids), self.capacity)
-        differs = (self.tokens[:, :width] != ids[:width]) | (np.arange(width) >= self.lengths[:, None])
-        common = np.where(differs.any(1), differs.argmax(1), width) if width else np.zeros(self.rows, np.int64)
-        common[self._base != base] = 0
+        common = np.zeros(self.rows, np.int64)
+        width, same = min(len(ids), self.capacity), np.flatnonzero((self._base == base) & (self.lengths > 0))
+        start, stop = 0, min(_COMPARED, width)
+        while start < stop and len(same):
+            differs = (self.tokens[same, start:stop] != ids[start:stop]) | (np.arange(start, stop) >= self.lengths[same, None])
+            parts = differs.any(1)
+            common[same] = np.where(parts, start + differs.argmax(1), stop)
+            same = same[~parts]
+            start, stop = stop, min(2 * stop, width)
         ends = (common == self.lengths) & (np.arange(self.rows) >= self.active)
         best = int(np.argmax(2 * common + ends))
         return best, int(common[best])
