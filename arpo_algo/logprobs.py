@@ -3,8 +3,8 @@
 At a vocabulary of 150,000 the logits are the largest tensor of a training step. Three measures keep them small:
 
 1. Only hidden states that predict a token of the mask go through the head; a hook on the head catches the hidden states of the model's own forward.
-2. The head and the softmax run in chunks, so that ``[tokens, vocabulary]`` in float32 exists for one chunk at a time.
-3. With several chunks each is recomputed in the backward pass instead of kept.
+2. The head and the softmax run in tiles (:mod:`arpo_algo.head`), so that ``[tokens, vocabulary]`` in float32 exists for one at a time.
+3. Where they do not all fit the bound they are recomputed in the backward pass instead of kept.
 
 That needs a model whose logits are its head applied to hidden states and nothing more. It is checked once with a two-token forward; a model that scales or
 caps its logits afterwards, or has no head to hook, takes the plain path through its own full logits.

@@ -1,6 +1,6 @@
 """Wall time of sampling 16 trees: one task a trajectory, beside the barrier schedules of the ARPO authors' code and of TRL, and the longest path.
 
-    python benchmarks/performance/schedules.py [--seeds 7] [--real 1] [--out figures.json]
+    python benchmarks/performance/schedules.py [--short] [--seeds 7] [--real 1] [--out part.json]
 
 Nothing is computed but the schedule: a scripted policy takes a drawn number of tokens at a stated speed for each turn, tools take drawn seconds. All draws
 are functions of (tree, place in it, turn), so that every schedule meets the same latencies. Ours is ``arpo_algo.rollout.sample_groups`` itself, with its
@@ -13,6 +13,7 @@ are simulations of what their sources do:
 * *TRL*: one ``generate`` for all rows, then the tool calls one sample after another (``grpo_trainer.py`` lines 1957-2010 of TRL 1.16), no branching.
 
 The engine is as fast with one turn as with all of them, which favours nobody. Bound: the slowest path from a question to an answer, nothing waited for.
+Rounds are calls of the engine one after another: with barriers as they happen, ours as many as its trees would take behind them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import virtual_clock
-from measure import Row, write
+from comparison import Comparison, Part, compared, write
+from measure import Row
 
 from arpo_algo.branching import AuthorsBranching, BranchingStrategy, BranchPoint, EntropyBranching, NoBranching
 from arpo_algo.policies.base import Generation, SamplingParams
@@ -278,52 +280,117 @@ CASES = {
 }
 
 
-def compare(script: Script, seed: int) -> dict[str, tuple[float, float]]:
-    """Seconds of each schedule, and those of the longest path of what it sampled."""
+@dataclass(frozen=True)
+class Played:
+    """One batch under one schedule."""
+
+    seconds: float
+    bound: float
+    """Seconds of the longest path of what was sampled."""
+    rounds: Sequence[Sequence[tuple[float, float]]]
+    """(Seconds of generation, of the tool call) of each turn, round by round."""
+
+    @property
+    def calls(self) -> int:
+        return sum(tool > 0 for turns in self.rounds for _, tool in turns)
+
+    @property
+    def generated(self) -> float:
+        """Seconds of generation, all turns one after another."""
+        return sum(generate for turns in self.rounds for generate, _ in turns)
+
+
+def compare(script: Script, seed: int, *, all_schedules: bool = True) -> dict[str, Played]:
+    """The batch under each schedule, or under those of ARPO with room for all."""
     branched, trees = asynchronous(script, seed, EntropyBranching())
+    bound, same, authors = longest_path(trees), rounds_of(trees), authors_rounds(script, seed)
+    found = {
+        "ARPO, ours": Played(branched, bound, same),
+        "ARPO, barrier, same tree": Played(barrier(same, AUTHORS_THREADS), bound, same),
+        "ARPO, authors' rules": Played(barrier(authors, AUTHORS_THREADS), bound, authors),
+    }
+    if not all_schedules:
+        return found
     chains, groups = asynchronous(script, seed, NoBranching())
-    bound, chain_bound = longest_path(trees), longest_path(groups)
-    return {
-        "ARPO, ours": (branched, bound),
-        "ARPO, ours, env_workers=16": (asynchronous(script, seed, EntropyBranching(), FEW_THREADS)[0], bound),
-        "ARPO, ours, env_workers=16, max_live=128": (asynchronous(script, seed, EntropyBranching(), TWO_WAVES)[0], bound),
-        "ARPO, barrier, same tree": (barrier(rounds_of(trees), AUTHORS_THREADS), bound),
-        "ARPO, authors' rules": (barrier(authors_rounds(script, seed), AUTHORS_THREADS), bound),
-        "GRPO, ours": (chains, chain_bound),
-        "GRPO, barrier, 64 threads": (barrier(rounds_of(groups), AUTHORS_THREADS), chain_bound),
-        "GRPO, TRL's schedule": (barrier(rounds_of(groups), 1), chain_bound),
+    chain_bound, plain = longest_path(groups), rounds_of(groups)
+    return found | {
+        "ARPO, ours, env_workers=16": Played(asynchronous(script, seed, EntropyBranching(), FEW_THREADS)[0], bound, same),
+        "ARPO, ours, env_workers=16, max_live=128": Played(asynchronous(script, seed, EntropyBranching(), TWO_WAVES)[0], bound, same),
+        "GRPO, ours": Played(chains, chain_bound, plain),
+        "GRPO, barrier, 64 threads": Played(barrier(plain, AUTHORS_THREADS), chain_bound, plain),
+        "GRPO, TRL's schedule": Played(barrier(plain, 1), chain_bound, plain),
     }
 
 
-def rows_of(name: str, found: Sequence[Mapping[str, tuple[float, float]]]) -> list[Row]:
+def rows_of(name: str, found: Sequence[Mapping[str, Played]]) -> list[Row]:
     """Medians over seeds of seconds, with those of the ratio to the longest path in the note."""
     rows = []
     for schedule in found[0]:
-        seconds = sorted(each[schedule][0] for each in found)
-        ratio = statistics.median(each[schedule][0] / each[schedule][1] for each in found)
+        seconds = sorted(each[schedule].seconds for each in found)
+        ratio = statistics.median(each[schedule].seconds / each[schedule].bound for each in found)
         p90 = seconds[min(len(seconds) - 1, int(0.9 * len(seconds)))]
         rows.append(Row(f"{name}: {schedule}", statistics.median(seconds), p90, len(seconds), "s", f"{ratio:.2f} x longest path"))
     return rows
 
 
+BESIDE = [
+    ("ARPO, ours", "ARPO, authors' rules", "the authors' schedule"),
+    ("ARPO, ours", "ARPO, barrier, same tree", "the same trees behind barriers"),
+    ("GRPO, ours", "GRPO, TRL's schedule", "TRL's schedule"),
+]
+
+
+def comparisons(name: str, script: Script, found: Sequence[Mapping[str, Played]]) -> list[Comparison]:
+    """Wall time of ours beside each peer, at most as much better as the longest path allows; then what ARPO computes beside the authors' schedule."""
+    rows = []
+    for ours, theirs, peer in BESIDE:
+        if theirs in found[0]:
+            pairs = [(each[ours], each[theirs]) for each in found]
+            limit = statistics.median(other.seconds / mine.bound for mine, other in pairs)
+            ours_s, theirs_s = ([each.seconds for each in side] for side in zip(*pairs, strict=True))
+            rows.append(compared(f"{ours.split(',')[0]}, {name}: wall time", ours_s, theirs_s, peer=peer, unit="s", limit=limit))
+    mine, other = ([each[side] for each in found] for side in BESIDE[0][:2])
+    counts: list[tuple[str, str, Callable[[Played], float]]] = [
+        ("engine rounds", "ours behind barriers, of which it has none", lambda played: len(played.rounds)),
+        ("tool calls", "", lambda played: played.calls),
+    ]
+    if script.token_seconds:
+        counts.append(("tokens", "", lambda played: played.generated / script.token_seconds))
+    for what, note, count in counts:
+        rows.append(compared(f"ARPO, {name}: {what}", [*map(count, mine)], [*map(count, other)], peer=BESIDE[0][2], unit=what, note=note))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=7)
-    parser.add_argument("--real", type=int, default=1, help="seeds to repeat in real time")
+    parser.add_argument("--short", action="store_true", help="three seeds, the three distributions, ARPO only")
+    parser.add_argument("--seeds", type=int, default=None, help="7, or 3 in the short form")
+    parser.add_argument("--real", type=int, default=None, help="seeds to repeat in real time: 1, or none in the short form")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    rows: list[Row] = []
+    seeds, real = options.seeds or (3 if options.short else 7), (not options.short) if options.real is None else options.real
+    rows: list[Comparison] = []
+    seconds: list[Row] = []
     for name, script in CASES.items():
-        rows += (new := rows_of(name, [compare(script, seed) for seed in range(options.seeds)]))
+        if options.short and not script.token_seconds:
+            continue
+        found = [compare(script, seed, all_schedules=not options.short) for seed in range(seeds)]
+        seconds += (new := rows_of(name, found))
         print(f"\n{name}")
         for row in new:
             print(f"  {row.name.split(': ')[1]:<42} {row.median:8.2f} s   p90 {row.p90:8.2f} s   {row.note}", flush=True)
+        rows += (beside := comparisons(name, script, found))
+        for line in beside:
+            print(f"  {line.name.split(': ')[1]:<14} {line.ours:9.1f} {line.unit}, {line.peer} {line.theirs:9.1f}: {line.ratio:.2f} x", flush=True)
     script = Script(tool=TOOLS[COMMON], token_seconds=TOKEN_SECONDS)
-    for seed in range(options.real):
+    for seed in range(real):
         told, took = asynchronous(script, seed, EntropyBranching())[0], in_real_time(script, seed, EntropyBranching())
         print(f"\nreal time, seed {seed}: the virtual clock said {told:.2f} s, the wall clock {took:.2f} s")
-        rows.append(Row(f"real time, seed {seed}", took, took, 1, "s", f"virtual clock {told:.2f} s"))
-    write(options.out, {"trees": TREES, "group_size": GROUP, "initial": INITIAL}, rows)
+        seconds.append(Row(f"real time, seed {seed}", took, took, 1, "s", f"virtual clock {told:.2f} s"))
+    about = {"trees": TREES, "group_size": GROUP, "initial": INITIAL, "seeds": seeds, "clock": "virtual"}
+    command = f"python benchmarks/performance/schedules.py{' --short' if options.short else ''}"
+    lines = [{"schedule": row.name, "s": row.median, "p90": row.p90, "n": row.n, "note": row.note} for row in seconds]
+    write(options.out, Part(title="Sampling beside schedules with barriers", command=command, about=about, rows=rows, figures={"Seconds": lines}))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from comparison import Part, parsed, read
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
-PARTS = ("update", "grpo_step", "schedules", "environments", "growth", "budget", "cache", "overhead")
+PARTS = ("update", "grpo_step", "schedules", "environments", "growth", "budget", "cache", "overhead", "head_memory")
 """Scripts of this folder, each with ``--short`` and ``--out``, in the order in which they run and are shown."""
 LAST_LINES = 8
 
