@@ -59,8 +59,8 @@ def test_the_batches_are_as_hard_as_they_should_be():
     assert (in_mask == 0).any() and (in_mask < of_rows).any()  # rows that are not scored, tokens of tools
     assert (rows.advantages > 0).any() and (rows.advantages < 0).any()
     for seed in (5, 6):
-        rows, layouts = batch(MODEL, some_groups(seed)), Learner(MODEL, LearnerConfig(layout="tree")).layouts
-        assert all(layouts.cut(rows, pieces, CUT) for pieces in tree_micro_batches(rows, CUT) if len(pieces) > 1)
+        rows, layouts = batch(MODEL, some_groups(seed)), Learner(MODEL, LearnerConfig(layout="tree", micro_batch_tokens=CUT)).layouts
+        assert all(layouts.cut(rows, pieces) for pieces in tree_micro_batches(rows, CUT) if len(pieces) > 1)
 
 
 @pytest.mark.parametrize(("loss", "kl"), [("grpo", "k3"), ("dual clip", "k1"), ("gspo", "k2"), ("cispo", "k3")])
