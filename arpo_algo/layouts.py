@@ -23,8 +23,8 @@ from torch import nn
 
 from arpo_algo.learner_config import LearnerConfig
 from arpo_algo.logprobs import Packed, TokenLogprobs
-from arpo_algo.packing import Layout, Rows, unique_tokens
-from arpo_algo.token_tree import Branches, Sharing, TokenTree, build_tree, cut, sharing
+from arpo_algo.packing import Layout, Rows, tree_micro_batches, unique_tokens
+from arpo_algo.token_tree import Branches, Sharing, TokenTree, build_tree, cut, in_all, sharing
 from arpo_algo.tree_attention import Backend, TrunkKeys, model_inputs, tree_attention
 from arpo_algo.tree_support import TreeSupport
 
@@ -87,8 +87,9 @@ class Layouts:
         self.costs = Costs.of(model) if wanted == "auto" and self.backend is not None else None
 
     def choose(self, rows: Rows) -> tuple[Layout, Sharing]:
-        """The layout of these rows, and what they share."""
-        shared = sharing(rows.token_ids, rows.lengths, rows.mask)
+        """The layout of the rows of a step, and what they share within micro-batches: rows in different ones share nothing that is computed."""
+        batches = [rows.select(np.concatenate(bins)) for bins in tree_micro_batches(rows, self.max_tokens)]
+        shared = in_all([sharing(batch.token_ids, batch.lengths, batch.mask) for batch in batches])
         if self.wanted != "auto":
             return self.wanted, shared
         priced = _under_a_mask(shared, self.max_tokens) if self.backend == "dense" else shared

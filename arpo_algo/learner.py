@@ -98,11 +98,10 @@ class Learner:
         mismatch = Mismatch(clip_low=config.clip_low, clip_high=config.clip_high, cap=config.importance_cap)
         trained = rows.mask.any(1) & (self._always_pulls or bool(rows.advantages[rows.mask].any()))
         rows = rows.select(np.flatnonzero(trained))
-        layout, shared = self.layouts.choose(rows)
         rows = self._with_ref_logprobs(self._with_old_logprobs(rows, mismatch))
-        with self._mode(), self.layouts.active(layout):
+        with self._mode():
             for number, minibatch in enumerate(self._minibatches(rows)):
-                for batch in self._micro_batches(minibatch, layout, tally):
+                for batch in self._micro_batches(minibatch, tally):
                     logprobs, entropies = self.logprobs(batch.token_ids, batch.mask, batch.packed, entropy_grad=config.entropy_coef > 0)
                     objective = self.loss(logprobs, batch.old_logprobs, batch.advantages, batch.mask, clip_low=config.clip_low, clip_high=config.clip_high)
                     kl = None if batch.ref_logprobs is None else self.kl(logprobs, batch.ref_logprobs)
@@ -115,7 +114,6 @@ class Learner:
                 tally.grad_norms.append(self._step())
         self.updates += 1
         counts = {"lr": self._lr(max(self.steps - 1, 0)), "tokens_trained": float(rows.mask.sum()), "steps": self.steps, "skipped_steps": self.skipped_steps}
-        counts |= {"sharing": shared.tokens, "tree_layout": float(layout == "tree")}
         return tally.metrics(self.ranks) | mismatch.metrics(self.ranks) | counts | {"seconds": time.perf_counter() - started}
 
     def token_logprobs(self, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -230,11 +228,14 @@ class Learner:
                 part = rows.select(index)
                 yield replace(part, weights=part.weights * np.float32(len(rows) / len(index)))
 
-    def _micro_batches(self, rows: Rows, layout: Layout, tally: Tally) -> Iterator[Batch]:
+    def _micro_batches(self, rows: Rows, tally: Tally) -> Iterator[Batch]:
         """This rank's share of the rows of a step, to be trained on."""
-        for index, batch in self._batches(self.logprobs, self.layouts, rows, layout):
-            tally.count(batch.token_ids if batch.packed is None else batch.packed.inputs["input_ids"], int(rows.attention[index].sum()))
-            yield batch
+        layout, shared = self.layouts.choose(rows)
+        tally.chose(shared.tokens, layout == "tree")
+        with self.layouts.active(layout):
+            for index, batch in self._batches(self.logprobs, self.layouts, rows, layout):
+                tally.count(batch.token_ids if batch.packed is None else batch.packed.inputs["input_ids"], int(rows.attention[index].sum()))
+                yield batch
 
     def _batches(self, scorer: TokenLogprobs, layouts: Layouts, rows: Rows, layout: Layout) -> Iterator[tuple[np.ndarray, Batch]]:
         """Row numbers and tensors of this rank's micro-batches. Gradients are summed over ranks where the last of them ends, or after each."""

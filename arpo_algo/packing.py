@@ -35,6 +35,10 @@ class Rows:
     groups: np.ndarray  # (R,) int64, number of the group that each row belongs to; rows of one group stand together
     ref_logprobs: np.ndarray | None = None  # (R, T) float32, of the reference, where the loss has a KL term
 
+    def __post_init__(self) -> None:
+        if self.mask[:, :1].any():
+            raise ValueError(f"expected no trained token in column 0, which nothing predicts, got rows {np.flatnonzero(self.mask[:, 0]).tolist()}")
+
     def __len__(self) -> int:
         return len(self.token_ids)
 

@@ -19,8 +19,17 @@ class Tally:
     sums: dict[str, Tensor] = field(default_factory=dict)
     ratio_max: Tensor | None = None
     grad_norms: list[float] = field(default_factory=list)
+    sharings: list[float] = field(default_factory=list)
+    """Of each step: tokens over unique ones."""
+    trees: int = 0
+    """Steps that were computed as trees."""
     positions: int = 0
     padding: int = 0
+
+    def chose(self, sharing: float, tree: bool) -> None:
+        """Count a step, how often it shares its tokens, and whether that is made use of."""
+        self.sharings.append(sharing)
+        self.trees += tree
 
     def count(self, computed: Tensor, tokens: int) -> None:
         """Count a micro-batch that computes ``computed.numel()`` positions for ``tokens`` tokens; a packed tree computes fewer positions than tokens."""
@@ -54,6 +63,8 @@ class Tally:
         return means | {
             "ratio_max": 0.0 if self.ratio_max is None else float(ranks.max(self.ratio_max)),
             "grad_norm": sum(finite) / max(len(finite), 1),
+            "sharing": sum(self.sharings) / max(len(self.sharings), 1),
+            "tree_layout": self.trees / max(len(self.sharings), 1),
             "padded_share": int(counts[0]) / max(int(counts[1]), 1),
         }
 

@@ -18,6 +18,7 @@ in two ways the rows simply part earlier. Both stay exact.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -107,6 +108,23 @@ def partition(token_ids: np.ndarray, lengths: np.ndarray, max_tokens: int, *, sh
         bins[-1].append(row)
         held += int(lengths[row]) - shared
     return [np.array(rows, dtype=np.int64) for rows in bins]
+
+
+def in_all(parts: Sequence[Sharing]) -> Sharing:
+    """The ratios of several batches that share nothing with each other."""
+
+    def ratio(ratios: list[float], uniques: list[int]) -> float:
+        return sum(map(operator.mul, ratios, uniques)) / sum(uniques) if sum(uniques) else 1.0
+
+    tokens, pairs, targets = [p.unique_tokens for p in parts], [p.unique_pairs for p in parts], [p.unique_targets for p in parts]
+    return Sharing(
+        tokens=ratio([p.tokens for p in parts], tokens),
+        pairs=ratio([p.pairs for p in parts], pairs),
+        targets=ratio([p.targets for p in parts], targets),
+        unique_tokens=sum(tokens),
+        unique_pairs=sum(pairs),
+        unique_targets=sum(targets),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

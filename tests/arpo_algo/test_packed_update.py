@@ -35,7 +35,7 @@ MODEL = tiny()
 OTHER = tiny(seed=1)
 CUT = 20
 """Tokens of a micro-batch at which trees are cut, and their trunk is computed apart."""
-OF_LAYOUT = {"seconds", "tree_layout", "padded_share"}
+OF_LAYOUT = {"seconds", "sharing", "tree_layout", "padded_share"}
 
 
 def assert_same(got: Outcome, expected: Outcome, *, gradient: float = 1e-12, numbers: float = 1e-13) -> None:
@@ -230,6 +230,7 @@ def test_auto_takes_the_tree_where_rows_share_and_padded_rows_where_they_do_not(
     assert outcome.metrics["tree_layout"] == 1 and outcome.metrics["sharing"] > 2
     assert_same(outcome, update(MODEL, rows, "padded"))
     assert update(MODEL, rows.select([1]), "auto").metrics["tree_layout"] == 0
+    assert update(MODEL, rows, "auto", minibatches=len(rows)).metrics["tree_layout"] == 0  # no two rows in one step
 
 
 # ---- faults that must show

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from arpo_algo.distributed import Ranks
 from arpo_algo.packing import Rows, tree_micro_batches, unique_tokens
 from arpo_algo.sharding import rank_micro_batches
-from arpo_algo.token_tree import TokenTree, build_tree, partition, sharing
+from arpo_algo.token_tree import TokenTree, build_tree, in_all, partition, sharing
 
 Prefix = tuple[int, ...]
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=7), min_size=1, max_size=8)
@@ -213,6 +213,8 @@ def test_a_group_is_cut_between_neighbours_of_its_tree():
     assert cut(7) == [[[1, 2, 3]], [[0]]]
     assert cut(5) == [[[2, 3], [1]], [[0]]]
     assert cut(1) == [[[2], [3], [1]], [[0]]]
+    three = groups_of([[[1]], [[1]], [[1]]])  # two tokens each
+    assert [[piece.tolist() for piece in pieces] for pieces in tree_micro_batches(three, 5)] == [[[0, 1]], [[2]]]
 
 
 @bounded
@@ -235,3 +237,13 @@ def computed(rows: Rows, layout: str) -> int:
 def test_a_limit_below_one_token_is_refused(cut):
     with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
         cut(*padded([[1, 2]]), 0)
+
+
+def test_ratios_of_batches_that_share_nothing_with_each_other():
+    """Rows ``1 2 3``, ``1 2 4`` (6 tokens, 4 unique; 12 pairs, 9 unique) and ``5 6`` (2 and 2; 3 and 3); trained are the last tokens: 2 of 2, and 1 of 1."""
+    first = sharing(np.array([[1, 2, 3], [1, 2, 4]]), np.array([3, 3]), np.array([[False, False, True]] * 2))
+    second = sharing(np.array([[5, 6]]), np.array([2]), np.array([[False, True]]))
+    both = in_all([first, second])
+    assert (both.unique_tokens, both.unique_pairs, both.unique_targets) == (6, 12, 3)
+    assert (both.tokens, both.pairs, both.targets) == pytest.approx((8 / 6, 15 / 12, 1.0))
+    assert in_all([]).tokens == 1
