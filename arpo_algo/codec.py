@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
+from arpo_algo.tokenizing import decode, encode
+
 Message = Mapping[str, Any]
 
 
@@ -50,18 +52,16 @@ class _Tokens:
         self._inside_controls = re.compile("|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in controls if len(t) > 1) or "(?!)", re.I)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return decode(self.tokenizer, token_ids)
 
     def encode(self, text: str, *, plain: bool) -> list[int]:
         """Ids without BOS or EOS; ``plain``: special tokens spelled in ``text`` are text."""
-        ids = self._ids(text, plain)
+        ids = encode(self.tokenizer, text, plain=plain)
         if not plain or self._control_ids.isdisjoint(ids):
             return ids
         # Word-level and unigram vocabularies hold special tokens as words of their own, which splitting leaves whole: cut in two, none is one.
-        return [i for part in self._inside_controls.split(text) for i in self._ids(part, plain) if i not in self._control_ids]
-
-    def _ids(self, text: str, plain: bool) -> list[int]:
-        return [int(i) for i in self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain)]
+        parts = self._inside_controls.split(text)
+        return [i for part in parts for i in encode(self.tokenizer, part, plain=True) if i not in self._control_ids]
 
 
 class PlainCodec(_Tokens):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
+import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -29,8 +31,8 @@ class EnvWorker:
     async def __call__(self, function: Callable[[], T]) -> T:
         if self._limit is None:
             return function()
-        async with self._limit:
-            return await asyncio.wait_for(_in_thread(function), self._timeout)
+        async with self._limit, asyncio.timeout(self._timeout):
+            return await _in_thread(function)
 
 
 def timed(function: Callable[[], T]) -> tuple[T, float]:
@@ -38,6 +40,28 @@ def timed(function: Callable[[], T]) -> tuple[T, float]:
     start = time.monotonic()
     value = function()
     return value, time.monotonic() - start
+
+
+class _Thread(threading.Thread):
+    """Runs one call after another, and is idle between them. A stuck one is left alone and is idle again when its call ends after all."""
+
+    def __init__(self) -> None:
+        super().__init__(name="arpo-env", daemon=True)
+        self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.given = self.done = 0  # calls; the first is written by whoever gives one, the second by the thread, after its answer
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            call = self.calls.get()
+            call()
+            self.done += 1
+            del call  # an idle thread keeps nothing of its last call alive
+
+
+_idle: list[_Thread] = []  # of all event loops; append and pop of a list are atomic
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.clear)  # threads do not live on in a forked process
 
 
 def _in_thread(function: Callable[[], T]) -> Awaitable[T]:
@@ -61,12 +85,18 @@ def _in_thread(function: Callable[[], T]) -> Awaitable[T]:
             ordinary = isinstance(caught, Exception) and not isinstance(caught, StopIteration)
             # A future refuses StopIteration, and SystemExit would end the loop; unresolved, it would be waited for until the deadline.
             error = caught if ordinary else RuntimeError(f"the environment raised {type(caught).__name__}: {caught}")  # type: ignore[assignment]
+        _idle.append(thread)  # before the answer, so that whoever calls next because of it finds this thread
         try:
             loop.call_soon_threadsafe(resolve, value, error)
         except RuntimeError:  # the loop is gone; so is everybody who waited
             log.debug("an environment call ended after its run")
 
-    threading.Thread(target=run, name="arpo-env", daemon=True).start()
+    try:
+        thread = _idle.pop()
+    except IndexError:
+        thread = _Thread()
+    thread.given += 1
+    thread.calls.put(run)
     return future
 
 

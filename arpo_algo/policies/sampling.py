@@ -58,7 +58,7 @@ def sample(
         rows = (~finite).nonzero().flatten().tolist()
         raise FloatingPointError(f"expected logits that make a distribution, got NaN, +inf or only -inf in rows {rows} of {len(logits)}")
     # Rows that need no tempering or truncation keep their own numbers to the last bit, whatever their neighbours ask for.
-    if not np.isin(temperature, (0, 1)).all():
+    if not ((temperature == 0) | (temperature == 1)).all():
         logp, p = _tempered(logp, p, _column(temperature, p))
     nucleus = _nucleus(p, _column(top_p, p)) if (top_p < 1).any() else p
     cdf = nucleus.cumsum(-1)

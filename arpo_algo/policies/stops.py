@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
+from arpo_algo.tokenizing import decode
+
 _SLACK = 8
 """Characters of a decoded tail that may differ from the whole text: up to three replacement characters of a split UTF-8 sequence at each end, a leading
 space that some decoders drop."""
@@ -57,7 +59,10 @@ class StopDetector:
         strings = self._strings
         if not strings.may_end(ids[-1]):
             return None
-        if strings.found(ids[self._start :]) is not None and (stop := strings.found(ids)) is not None:
+        stop = strings.found(ids[self._start :])
+        if stop is not None and self._start:
+            stop = strings.found(ids)
+        if stop is not None:
             return stop
         if len(ids) - self._start >= self._limit:
             self._advance(ids)
@@ -97,5 +102,4 @@ class Endings:
         return ("length" if len(ids) >= max_new_tokens else None), None
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return decode(self._tokenizer, ids)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from arpo_env.core import Episode, ToolEnv
 from arpo_env.envs.world_tasks import WorldConfig, WorldTasks, world_vocabulary
@@ -49,6 +49,8 @@ class WorldEnv(ToolEnv):
         reward: the paper's reward over exact match by default: answers are exact, and part of a number is worth nothing.
         call_format, max_turns, max_tool_calls, render_mode: as in :class:`ToolEnv`. The compact style has no system prompt.
     """
+
+    shared: ClassVar[frozenset[str]] = ToolEnv.shared | {"config"}
 
     def __init__(
         self,

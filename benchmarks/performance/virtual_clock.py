@@ -51,7 +51,13 @@ class VirtualClock:
     def still(self) -> bool:
         """Whether no thread computes, so that time may pass."""
         with self._lock:
-            return sum(thread.name == self.thread_name for thread in threading.enumerate()) == self._sleeping
+            return sum(thread.name == self.thread_name and not _idle(thread) for thread in threading.enumerate()) == self._sleeping
+
+
+def _idle(thread: threading.Thread) -> bool:
+    """Whether a thread of the environments' pool has answered all of its calls; any other thread computes as long as it lives."""
+    given: int | None = getattr(thread, "given", None)
+    return given is not None and given == getattr(thread, "done", None)
 
 
 class _Selector(selectors.DefaultSelector):
