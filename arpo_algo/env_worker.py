@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import math
 import os
@@ -54,7 +55,7 @@ class _Thread(threading.Thread):
     def run(self) -> None:
         while True:
             call = self.calls.get()
-            call()
+            contextvars.Context().run(call)  # what a call sets in its context is not seen by the next
             self.done += 1
             del call  # an idle thread keeps nothing of its last call alive
 

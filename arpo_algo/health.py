@@ -107,6 +107,11 @@ def check_overlap(policy: Policy | None, model: nn.Module, config: ARPOConfig) -
         return
     if getattr(policy, "model", None) is model:
         raise ValueError(f"max_staleness={config.max_staleness} samples during updates, which needs a policy with weights of its own: pass policy=, got none")
+    if (shared := getattr(getattr(policy, "model", None), "config", None)) is not None and shared is getattr(model, "config", None):
+        raise ValueError(
+            f"max_staleness={config.max_staleness} needs a policy whose model has a config of its own, through which attention is exchanged: "
+            "give it a copy.deepcopy of the learner's"
+        )
     if getattr(policy, "sleeps", False):
         raise ValueError(f"max_staleness={config.max_staleness} samples during updates, but this {type(policy).__name__} sleeps meanwhile (sleeps=True)")
     take = getattr(policy, "update_weights", None)

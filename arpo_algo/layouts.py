@@ -24,6 +24,7 @@ from torch import nn
 from arpo_algo.learner_config import LearnerConfig
 from arpo_algo.logprobs import Packed, TokenLogprobs
 from arpo_algo.packing import Layout, Rows, tree_micro_batches, unique_tokens
+from arpo_algo.sharding import tree_shares
 from arpo_algo.token_tree import Branches, Sharing, TokenTree, build_tree, cut, in_all, sharing
 from arpo_algo.tree_attention import Backend, TrunkKeys, model_inputs, tree_attention
 from arpo_algo.tree_support import TreeSupport
@@ -74,7 +75,7 @@ class Cut(NamedTuple):
 class Layouts:
     """The layouts of one model."""
 
-    def __init__(self, model: nn.Module, config: LearnerConfig, support: TreeSupport) -> None:
+    def __init__(self, model: nn.Module, config: LearnerConfig, support: TreeSupport, ranks: int = 1) -> None:
         """``ValueError`` where the model cannot take the layout that the config asks for by name."""
         wanted = config.layout
         if wanted in ("tree", "packed") and support.backend is None:
@@ -82,13 +83,19 @@ class Layouts:
         if wanted == "auto" and support.reason:
             log.warning("%s: %s", type(model).__name__, support.reason)
         self.model, self.wanted, self.backend, self.max_tokens = model, wanted, support.backend, config.micro_batch_tokens
+        self.ranks = ranks
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else next(model.parameters()).dtype
         """Of the activations."""
         self.costs = Costs.of(model) if wanted == "auto" and self.backend is not None else None
 
     def choose(self, rows: Rows) -> tuple[Layout, Sharing]:
-        """The layout of the rows of a step, and what they share within micro-batches: rows in different ones share nothing that is computed."""
-        batches = [rows.select(np.concatenate(bins)) for bins in tree_micro_batches(rows, self.max_tokens)]
+        """The layout of the rows of a step, and what they share of what is computed: within a micro-batch, or within a tree that can be cut at its trunk."""
+        if self.ranks > 1:
+            bins = [index for of_rank in tree_shares(rows, self.max_tokens, self.ranks) for index in of_rank]
+        else:
+            pieces = tree_micro_batches(rows, self.max_tokens)
+            bins = [np.concatenate(piece) for piece in pieces] if self.backend == "path" else [index for piece in pieces for index in piece]
+        batches = [rows.select(index) for index in bins]
         shared = in_all([sharing(batch.token_ids, batch.lengths, batch.mask) for batch in batches])
         if self.wanted != "auto":
             return self.wanted, shared
@@ -116,16 +123,17 @@ class Layouts:
     def cut(self, rows: Rows, bins: Sequence[np.ndarray]) -> Cut | None:
         """How to compute bins (row numbers) of one tree without repeating their trunk; None where they repeat little, or the back end is against it.
 
-        A trunk of more tokens than a micro-batch is rather computed again for each bin, which takes less memory.
+        The trunk has at most as many tokens as a micro-batch, or as the longest row, which alone needs as much.
         """
-        if len(bins) < 2 or self._backend != "path":
+        if len(bins) < 2 or self._backend != "path" or self.ranks > 1:
             return None
         whole = rows.select(np.concatenate(bins))
         places = np.split(np.arange(len(whole)), np.cumsum([len(index) for index in bins])[:-1])
         tree = build_tree(whole.token_ids, whole.lengths)
-        trunk, parts = cut(tree, places, whole.lengths)
+        trunk, parts = cut(tree, places, whole.lengths, max(self.max_tokens, int(whole.lengths.max())))
         repeated = sum(unique_tokens(whole.select(place)) for place in places)
-        if repeated < MIN_REPEATED * len(tree) or len(trunk) > self.max_tokens or not all(len(part.tree) for part in parts):
+        computed = len(trunk) + sum(len(part.tree) for part in parts)
+        if repeated < MIN_REPEATED * computed or not all(len(part.tree) for part in parts):
             return None
         return Cut(trunk, [(part, part.tree.where[place][whole.mask[place]]) for part, place in zip(parts, places, strict=True)])
 

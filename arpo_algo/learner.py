@@ -95,6 +95,7 @@ class Learner:
         whose gradient is exactly 0, leave the weights alone (momentum would still move them); a gradient that is not finite skips its step.
         """
         started, config, tally = time.perf_counter(), self.config, Tally()
+        self.optimizer.zero_grad(set_to_none=True)  # what an update that was interrupted has left
         mismatch = Mismatch(clip_low=config.clip_low, clip_high=config.clip_high, cap=config.importance_cap)
         trained = rows.mask.any(1) & (self._always_pulls or bool(rows.advantages[rows.mask].any()))
         rows = rows.select(np.flatnonzero(trained))
@@ -318,7 +319,7 @@ class Learner:
         """What layouts a model can take, tried on rank 0 before it is spread."""
         compute = torch.bfloat16 if self.config.dtype == "bfloat16" else None
         support = TreeSupport(None) if self.config.layout == "padded" else self.ranks.broadcast_from_main(lambda: tree_support(model, compute))
-        return Layouts(model, self.config, support)
+        return Layouts(model, self.config, support, self.ranks.size)
 
     def _scorer(self, model: nn.Module) -> TokenLogprobs:
         """The forward of a model, which is spread over the ranks where there are several."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from arpo_algo.optim import Schedule
 
@@ -62,6 +62,9 @@ class LearnerConfig:
     """Order of the rows when there are several mini-batches."""
 
     def __post_init__(self) -> None:
+        for name, known in (("layout", ("auto", "tree", "packed", "padded")), ("dtype", ("float32", "bfloat16")), ("schedule", get_args(Schedule))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}")
         for name in ("lr", "max_grad_norm", "epochs", "minibatches", "micro_batch_tokens", "temperature", "logit_chunk_mib"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be greater than 0, got {getattr(self, name)}")

@@ -127,12 +127,12 @@ def rank_micro_batches(rows: Rows, max_tokens: int, ranks: Ranks, *, layout: Lay
     if layout == "padded":
         of_rank = [[share[index] for index in micro_batches(rows.select(share), max_tokens)] for share in shares(rows, ranks.size)]
     else:
-        of_rank = _tree_shares(rows, max_tokens, ranks.size, share=layout == "tree")
+        of_rank = tree_shares(rows, max_tokens, ranks.size, share=layout == "tree")
     mine = of_rank[ranks.rank]
     return [[index] for index in mine + [np.zeros(0, dtype=np.int64)] * (max(map(len, of_rank)) - len(mine))]
 
 
-def _tree_shares(rows: Rows, max_tokens: int, size: int, *, share: bool) -> list[list[np.ndarray]]:
+def tree_shares(rows: Rows, max_tokens: int, size: int, *, share: bool = True) -> list[list[np.ndarray]]:
     """Micro-batches of packed trees for each of ``size`` ranks, equal in unique tokens as far as it goes; small enough that every rank has some."""
     fair_share = -(-unique_tokens(rows, share=share) // size)
     batches = [batch for pieces in tree_micro_batches(rows, max(1, min(max_tokens, fair_share)), share=share) for batch in pieces]

@@ -90,7 +90,7 @@ def build_tree(token_ids: np.ndarray, lengths: np.ndarray, *, share: bool = True
 
 
 def partition(token_ids: np.ndarray, lengths: np.ndarray, max_tokens: int, *, share: bool = True) -> list[np.ndarray]:
-    """Row numbers of bins whose trees hold at most ``max_tokens`` unique tokens each, a single longer row alone; every row is in one bin.
+    """Row numbers of bins whose trees hold at most ``max_tokens`` unique tokens each, a longer row alone or with its copies; every row is in one bin.
 
     Neighbours in the tree stay together, so a bin repeats of another only the path to where they were cut.
     """
@@ -102,11 +102,12 @@ def partition(token_ids: np.ndarray, lengths: np.ndarray, max_tokens: int, *, sh
     bins: list[list[int]] = []
     held = 0
     for row, shared in zip(order.tolist(), common.tolist(), strict=True):
-        if not bins or held + int(lengths[row]) - shared > max_tokens:
+        new = int(lengths[row]) - shared
+        if not bins or (new and held + new > max_tokens):  # a copy of a row adds nothing
             bins.append([])
-            held, shared = 0, 0
+            held, new = 0, int(lengths[row])
         bins[-1].append(row)
-        held += int(lengths[row]) - shared
+        held += new
     return [np.array(rows, dtype=np.int64) for rows in bins]
 
 
@@ -129,7 +130,7 @@ def in_all(parts: Sequence[Sharing]) -> Sharing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branches:
-    """The tokens of one bin that no other bin holds, below the trunk that bins share. Indices *below the trunk* count the trunk's tokens first."""
+    """The tokens of one bin that are not in the trunk that bins share. Indices *below the trunk* count the trunk's tokens first."""
 
     tree: TokenTree
     """Of the bin's own U tokens; the parents of those that hang on the trunk are -1, ``where`` is below the trunk."""
@@ -139,16 +140,18 @@ class Branches:
     """(B, 4) first key, after the last key (of the trunk), first query, after the last query (of the bin): who sees the trunk."""
 
 
-def cut(tree: TokenTree, bins: Sequence[np.ndarray], lengths: np.ndarray) -> tuple[TokenTree, list[Branches]]:
-    """The trunk, which is what at least two of the bins hold, and what each bin has of its own. ``bins`` are row numbers, ``lengths`` (R,) those of all rows.
+def cut(tree: TokenTree, bins: Sequence[np.ndarray], lengths: np.ndarray, most: int) -> tuple[TokenTree, list[Branches]]:
+    """The trunk, and what each bin has beside it. ``bins`` are row numbers, ``lengths`` (R,) those of all rows.
 
-    Every token of the bins is in exactly one of the parts. ``where`` of the trunk is 0 for tokens that are not in it.
+    The trunk is what at least two of the bins hold, or three and so on, until it has at most ``most`` tokens. What bins share beyond it is repeated in each of
+    them. ``where`` of the trunk is 0 for tokens that are not in it.
     """
     held = np.zeros((len(bins), len(tree)), dtype=bool)
     for number, rows in enumerate(bins):
         for row in rows:
             held[number, tree.where[row, : lengths[row]]] = True
-    shared = held.sum(0) >= 2
+    holders = held.sum(0)
+    shared = next(kept for least in range(2, len(bins) + 2) if (kept := holders >= least).sum() <= most)
     trunk, in_trunk = _part(tree, shared)
     starts, stops, ends = tree.nodes.T
     before = _counts(shared)

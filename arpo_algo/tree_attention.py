@@ -152,7 +152,8 @@ def _check(rectangles: np.ndarray, keys: int, queries: int) -> None:
 def tree_attention(model: nn.Module, backend: Backend) -> Iterator[None]:
     """Inside, the model's attention understands :func:`model_inputs`, in the forward and where the backward pass recomputes it.
 
-    Padded rows must not go through the model meanwhile. ``ValueError`` with ``dense`` where the model's attention takes no mask.
+    Padded rows must not go through the model meanwhile. ``ValueError`` with ``dense`` where the model's attention takes no mask; ``RuntimeError`` where another
+    thread has changed the attention of the same config object, since the numbers would be wrong.
     """
     whole: Any = model
     config = whole.config.get_text_config()
@@ -160,9 +161,12 @@ def tree_attention(model: nn.Module, backend: Backend) -> Iterator[None]:
     if backend == "dense" and before not in ("sdpa", "eager"):
         raise ValueError(f"expected attention 'sdpa' or 'eager', which take a mask, got {before!r}")
     _register()
-    config._attn_implementation = _IMPLEMENTATIONS.get(backend, before)
+    ours = _IMPLEMENTATIONS.get(backend, before)
     try:
+        config._attn_implementation = ours
         yield
+        if config._attn_implementation != ours:
+            raise RuntimeError(f"expected attention {ours!r} throughout, got {config._attn_implementation!r}: a model of the same config object ran meanwhile")
     finally:
         config._attn_implementation = before
 

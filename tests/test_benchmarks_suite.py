@@ -107,10 +107,11 @@ def measured(**costs: Any) -> Any:
 def test_the_lines_of_an_update() -> None:
     setting = update.Setting(size="20M", rows=16, repeats=2, ratios=(3.0,))
     one = measured(tree=[(2.0, 50), (2.0, 60)], padded=[(4.0, 20), (3.0, 20)], auto=[(2.5, 50), (2.0, 50)], padded_one=[(5.0, 100), (5.0, 90)])
-    padded, whole, memory, auto = update.comparisons(setting, one, 1700)
+    padded, whole, memory, beside, auto = update.comparisons(setting, one, 1700)
     assert (padded.ratio, padded.low, padded.high, padded.limit, padded.bar, padded.met) == (1.75, 1.5, 2.0, 2.9, 1.8, False)
     assert (whole.ratio, whole.bar) == (2.5, None)
     assert (memory.ratio, memory.unit, memory.met) == (1.75, "MB", True)  # 100 / 50 and 90 / 60, of which it asks 1 / 0.65
+    assert (beside.ratio, beside.bar) == (pytest.approx((20 / 50 + 20 / 60) / 2), None)
     assert (auto.ratio, auto.met) == (0.9, False)  # beside the tree, the fastest: 2 / 2.5 and 2 / 2
 
 

@@ -64,7 +64,10 @@ class BasePlan:
 
 @contextmanager
 def base_attention(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's attention expects a ``base_plan`` among its arguments."""
+    """Inside, the model's attention expects a ``base_plan`` among its arguments.
+
+    Raises ``RuntimeError`` where a forward in another thread has switched the attention of the same config object meanwhile: the numbers would be wrong.
+    """
     from transformers import AttentionInterface
 
     AttentionInterface.register(_NAME, _attend)
@@ -73,6 +76,8 @@ def base_attention(model: nn.Module) -> Iterator[None]:
     config._attn_implementation = _NAME
     try:
         yield
+        if before == _NAME or config._attn_implementation != _NAME:
+            raise RuntimeError("two threads ran models of one config object at once; give each a config of its own (copy.deepcopy)")
     finally:
         config._attn_implementation = before
 

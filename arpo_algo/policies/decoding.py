@@ -143,11 +143,11 @@ class CachedDecoder:
 
     def _base(self, opening: Ids) -> int:
         """The number of the base of these tokens, computed where it is new."""
-        number, computed = self.cache.find_base(opening), 0
+        number = self.cache.find_base(opening)
         if number is None:
             number = self.cache.add_base(opening)
-            cache = self.cache.bases[number].cache
-            computed = len(opening) - int(cache.lengths[0])
+        cache = self.cache.bases[number].cache
+        if computed := len(opening) - int(cache.lengths[0]):  # new, or its forward raised
             self._feed(cache, 0, np.array([computed]))
         self._stats.prefilled_tokens += computed
         self._stats.reused_tokens += len(opening) - computed

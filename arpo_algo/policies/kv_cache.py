@@ -192,12 +192,15 @@ class KVCache(Cache):
     def add_base(self, ids: Ids) -> int:
         """The number of a new base, whose row 0 is left to compute from ``lengths[0]`` on: it begins with what another base has of it."""
         cache = KVCache(max_bytes=0, rows=1, capacity=_up(len(ids), _LENGTH_STEP))
+        cache._token_bytes = self._token_bytes
         cache.claim(ids)
         like = max(self.bases.values(), key=lambda base: common_prefix(base.ids, ids[:-1]), default=None)
         if like is not None and (common := common_prefix(like.ids, ids[:-1])):
             cache.copy_from(like.cache, common)
         self._bases_made += 1
         self.bases[self._bases_made] = Base(ids, cache, self._clock)
+        if self.rows > (rows := max(self._affordable(self.capacity), self.active + 1)):  # idle rows make room for it
+            self._resize(rows, self.capacity)
         return self._bases_made
 
     def trim_bases(self, keep: Container[int]) -> None:

@@ -186,7 +186,7 @@ class TransformersPolicy:
             while self._active or self._waiting:
                 self._step()
                 await asyncio.sleep(0)
-        except asyncio.CancelledError:  # the event loop is closing
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):  # the event loop is closing, or a second Ctrl-C came in the middle of a forward
             for request in (*self._active, *self._waiting):
                 request.future.cancel()
             self._forget()

@@ -172,8 +172,10 @@ def lines_of(name: str, script: Script, seeds: int, trees: int) -> tuple[list[Co
     for strategy in STRATEGIES:
         found = [spent(script, strategy, seed, trees) for seed in range(seeds)]
         title = type(strategy).__name__
-        limit = None if script.answers else GROUP / INITIAL
         for what in ("calls", "generated", "trained"):
+            least = 0 if what == "calls" else 1  # turns of a branch after the last call: its answer
+            turns = script.calls + least
+            limit = None if script.answers else GROUP * turns / (INITIAL * turns + (GROUP - INITIAL) * least)
             ours, theirs = ([getattr(each, what) for each in side] for side in (found, plain))
             unit = "tool calls" if what == "calls" else f"{what} tokens"
             rows.append(compared(f"{name}: {title}, {unit}", ours, theirs, peer="GRPO", unit=unit, limit=limit))

@@ -138,6 +138,8 @@ def measured(network: Any, size: Size, script: Script, pairs: int, peers: Sequen
     ]
     mib = [[outcome.bytes / 2**20 for outcome in seen[way]] for way in ("shared", "private")]
     rows.append(compared(f"{name}: keys and values", *mib, peer="private copies", unit="MiB"))
+    needed = [float(ours[0].stats.computed_tokens)], [float(ours[0].unique)]
+    rows.append(compared(f"{name}: tokens computed", *needed, peer="unique tokens of the tree", unit="tokens", bar=1 / 1.02))
     figures = [
         {
             "prompt": script.prompt,

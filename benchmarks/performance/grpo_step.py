@@ -216,6 +216,8 @@ class Report:
 
     def add(self, name: str, ours: Sequence[Step], theirs: Sequence[Step], *parts: str, note: str = "") -> None:
         """A row for each part of a step."""
+        counts = [statistics.mean(step.facts["tokens"] for step in steps) for steps in (ours, theirs)]
+        note = f"{note}; trained tokens a step {counts[0]:,.0f} / {counts[1]:,.0f}".lstrip("; ")
         for part in parts:
             mine, other = ([step.cpu[part] for step in steps] for steps in (ours, theirs))
             self.rows.append(compared(f"{name}: {part}", mine, other, peer=peer(), unit="CPU s", note=note))
@@ -243,7 +245,7 @@ class Report:
         first = " / ".join(f"{statistics.mean(curve[0] for curve in curves):.3f}" for curves in (ours, theirs))
         note = f"mean of the last {last} of {len(ours[0])} steps, a pair a seed; first step {first}"
         reached = [[statistics.mean(curve[-last:]) for curve in curves] for curves in (ours, theirs)]
-        self.rows.append(compared(f"{name}: final reward", *reached, peer=peer(), unit="reward", more_is_better=True, note=note))
+        self.rows.append(compared(f"{name}: final reward", *reached, peer=peer(), unit="reward", more_is_better=True, bar=0.9, note=note))
         for side, curves in (("ours", ours), ("TRL", theirs)):
             self.rewards += [{"seed": seed, "side": side, "reward by step": " ".join(f"{value:.3f}" for value in curve)} for seed, curve in enumerate(curves)]
 

@@ -12,8 +12,9 @@ are simulations of what their sources do:
 * *barrier, same tree*: the same two barriers over the very tree that ours sampled, which leaves the barrier as the only difference;
 * *TRL*: one ``generate`` for all rows, then the tool calls one sample after another (``grpo_trainer.py`` lines 1957-2010 of TRL 1.16), no branching.
 
-The engine is as fast with one turn as with all of them, which favours nobody. Bound: the slowest path from a question to an answer, nothing waited for.
-Rounds are calls of the engine one after another: with barriers as they happen, ours as many as its trees would take behind them.
+The engine is as fast with one turn as with all of them; a real one is faster with the few that a barrier waits for, so barriers look somewhat worse here.
+Bound: the slowest path from a question to an answer, nothing waited for. Rounds are calls of the engine one after another: with barriers as they happen, ours
+as many as its trees would take behind them.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 READING = (
     "A ratio above 1 means that this project is better: the peer's cost over ours, or our speed over the peer's. It is the median over paired repetitions "
-    "in one run, beside the least and the most of a pair. The limit is the most that theory allows; the bar is what the project asks of itself."
+    "in one run, beside the least and the most of a pair. The limit is what theory allows, in updates the ratio of tokens to unique ones (padding not "
+    "counted); where it is 1, nearer to 1 is better. The bar is what the project asks of itself."
 )
 HEADS = ("part", "what", "beside", "ratio", "least to most", "pairs", "ours", "theirs", "limit", "bar", "note")
 STYLE = """

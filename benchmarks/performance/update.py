@@ -194,6 +194,8 @@ def comparisons(setting: Setting, measured: Measured, padded_tokens: int) -> lis
         if measured.ratio == MEMORY_RATIO:
             peaks = [[each.peak_mb for each in side] for side in (measured.costs["tree"], whole)]
             lines.append(compared(f"{name}, peak memory", *peaks, peer="one padded batch", unit="MB", bar=MEMORY_BAR, note="above weights and gradients"))
+            peaks[1] = [each.peak_mb for each in measured.costs["padded"]]
+            lines.append(compared(f"{name}, peak memory", *peaks, peer=f"padded rows, best micro-batch ({padded_tokens:,})", unit="MB"))
     best = min(alternatives, key=statistics.median)
     lines.append(compared(f"{name}, auto", auto, best, peer="the fastest of these", unit=unit, bar=AUTO_BAR, note=f"took {measured.auto_layout}"))
     return lines

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from arpo_algo.advantages import group_advantages, soft
 from arpo_algo.learner import Learner, LearnerConfig, add_lora
 from arpo_algo.logprobs import TokenLogprobs
-from arpo_algo.losses import cispo, gspo, kl_k1
+from arpo_algo.losses import cispo, clipped_surrogate, gspo, kl_k1
 from arpo_algo.optim import schedule_factor
 from arpo_algo.packing import Rows, micro_batches, pad_groups, token_mean, trajectory_mean
 from arpo_algo.policies.base import Generation, SamplingParams
@@ -590,3 +590,39 @@ def test_metrics_count_tokens_and_padding():
     assert metrics["tokens_trained"] == 6 and metrics["padded_share"] == pytest.approx(4 / 16)
     assert metrics["entropy"] == pytest.approx(float(Learner(model, LearnerConfig()).token_logprobs(rows)[1].sum()) / 6, rel=1e-3)
     assert Learner(model, LearnerConfig(micro_batch_tokens=8, layout="padded")).update(rows)["padded_share"] == 0
+
+
+def test_what_an_interrupted_update_left_does_not_reach_the_next():
+    model = tiny_model()
+    rows = rows_of(rollout(model, LENGTHS))
+    whole = gradient_of(model, rows)
+
+    def raises(*args, **kwargs):
+        if calls.append(1) or len(calls) == 2:
+            raise MemoryError("planted")
+        return clipped_surrogate(*args, **kwargs)
+
+    calls: list[int] = []
+    learner = Learner(model, LearnerConfig(max_grad_norm=math.inf, micro_batch_tokens=1), loss=raises)
+    with pytest.raises(MemoryError, match="planted"):
+        learner.update(rows)
+    assert model.config._attn_implementation == "sdpa"
+    seen: list[torch.Tensor] = []
+    learner.optimizer.step = lambda: seen.append(torch.cat([p.grad.flatten() for p in learner.trainable]))
+    learner.update(rows)
+    torch.testing.assert_close(seen[0], whole)
+
+
+def test_a_model_of_the_same_config_object_that_runs_meanwhile_is_seen():
+    model = tiny_model()
+    rows = rows_of(rollout(model, LENGTHS))
+    learner = Learner(model, LearnerConfig(layout="tree"))
+    model.model.layers[0].register_forward_pre_hook(lambda *_: setattr(model.config, "_attn_implementation", "sdpa"))
+    with pytest.raises(RuntimeError, match="a model of the same config object ran meanwhile"):
+        learner.update(rows)
+
+
+@pytest.mark.parametrize(("name", "value"), [("layout", "trees"), ("dtype", "float16"), ("schedule", "cosin")])
+def test_names_that_are_not_known_are_refused(name, value):
+    with pytest.raises(ValueError, match=rf"{name} must be one of .*, got '{value}'"):
+        LearnerConfig(**{name: value})

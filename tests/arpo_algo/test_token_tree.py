@@ -164,7 +164,7 @@ def test_bins_cover_each_row_once_and_repeat_only_the_path_to_the_cut(rows, max_
     assert sorted(order) == list(range(len(rows)))
     assert [rows[row] for row in order] == sorted(rows)
     sizes = [len(prefixes(part)) if share else sum(map(len, part)) for part in ([rows[row] for row in bin_] for bin_ in bins)]
-    assert all(size <= max_tokens or len(bin_) == 1 for size, bin_ in zip(sizes, bins, strict=True))
+    assert all(size <= max_tokens or size == len(rows[bin_[0]]) for size, bin_ in zip(sizes, bins, strict=True))  # one long row, and its copies
     cuts = [(rows[before[-1]], rows[after[0]]) for before, after in itertools.pairwise(bins)]
     whole = len(prefixes(rows)) if share else sum(map(len, rows))
     assert sum(sizes) == whole + (sum(in_common(*cut) for cut in cuts) if share else 0)
@@ -190,7 +190,7 @@ def test_micro_batches_hold_whole_groups_where_these_fit(groups, max_tokens, sha
     batches = tree_micro_batches(rows, max_tokens, share=share)
     assert sorted(np.concatenate(list(itertools.chain(*batches))).tolist()) == list(range(len(rows)))
     sizes = [unique_tokens(rows.select(index), share=share) for index in itertools.chain(*batches)]
-    assert all(size <= max_tokens or len(index) == 1 for size, index in zip(sizes, itertools.chain(*batches), strict=True))
+    assert all(size <= max_tokens or size == rows.lengths[index[0]] for size, index in zip(sizes, itertools.chain(*batches), strict=True))
     for number in range(len(groups)):
         of_group = np.flatnonzero(rows.groups == number)
         (pieces,) = [pieces for pieces in batches if np.isin(of_group, np.concatenate(pieces)).any()]
@@ -226,7 +226,7 @@ def test_ranks_share_the_rows_and_have_equally_many_micro_batches(groups, max_to
     assert size == 1 or {len(pieces) for batches in of_rank for pieces in batches} == {1}
     everything = [index for batches in of_rank for pieces in batches for index in pieces]
     assert sorted(np.concatenate(everything).tolist()) == list(range(len(rows)))
-    assert all(len(index) <= 1 or computed(rows.select(index), layout) <= max_tokens for index in everything)
+    assert all(len(index) == 0 or computed(rows.select(index), layout) <= max(max_tokens, rows.lengths[index[0]]) for index in everything)
 
 
 def computed(rows: Rows, layout: str) -> int:
