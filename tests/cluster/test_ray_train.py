@@ -118,7 +118,7 @@ def agree(run: Path, alone: Path) -> None:
     for mine, theirs in zip(got, want, strict=True):
         shared = mine.keys() & theirs.keys()
         assert {"reward/mean", "grad_norm", "entropy/mean", "branch/points"} <= shared
-        given = {k for k in shared if theirs[k] is not None}
+        given = {k for k in shared if theirs[k] is not None and k not in ("sharing", "padded_share")}  # of micro-batches, which are other ones on two ranks
         assert {k: mine[k] for k in given} == pytest.approx({k: theirs[k] for k in given}, rel=1e-3, abs=1e-5)
         assert mine["mismatch/max_abs"] < 1e-4, "an engine samples by other weights than the learner's"
 
