@@ -1,4 +1,4 @@
-"""A tree too large for one forward, cut at branch points without computing anything twice.
+"""A tree too large for one forward, cut at branch points, what its pieces share computed once as far as it fits a micro-batch.
 
 The *trunk*, what several bins of leaves share, is computed once and its graph kept. Each bin then computes only its own tokens: they see the trunk's keys and
 values, the first of them are predicted from the trunk's hidden states, and the rows read the trunk's log-probabilities. All of these are given to the bins as

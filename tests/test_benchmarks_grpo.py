@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from benchmark_modules import load
 
 pytest.importorskip("trl")
-
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "performance"
-
-
-def load(name: str) -> Any:
-    """A benchmark as a module."""
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
 
 task = load("grpo_task")
 SETTING = task.Setting(name="tiny", hidden=16, layers=2, words=8, prompt_words=4, new_tokens=4, prompts=2, group=4, trl_rows=4)

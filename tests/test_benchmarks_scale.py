@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_modules import load
 
 from arpo_algo.branching import EntropyBranching, NoBranching
-
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "performance"
-
-
-def load(name: str) -> Any:
-    """A benchmark as a module. Their folder is on the path only meanwhile, since its names are common words."""
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    sys.path.insert(0, str(FOLDER))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(FOLDER))
-    return module
-
 
 schedules, scale_sim, sizing = load("schedules"), load("scale_sim"), load("sizing")
 virtual_clock = schedules.virtual_clock
