@@ -20,8 +20,9 @@ from arpo_algo.policies.base import Generation, SamplingParams
 from arpo_algo.policies.vllm_turns import EngineStopped
 
 VOCAB, BLOCK, CONTEXT = 61, 32, 2048
-TOLERANCE = 1e-5
-"""Of log-probabilities and entropies, in nats, in float32."""
+TOLERANCE = 2e-4
+"""Of log-probabilities and entropies, in nats, in float32. A plain forward of these models is off from the one in float64 by up to 4e-5 (12 models, 1,000
+tokens), and which way depends on the machine's kernels; stale weights, keys or temperatures are off by whole nats."""
 ENDLESS = CONTEXT - 3
 """Tokens of a turn that is still under way when it is ended, of a policy without end tokens."""
 LONG = 600
@@ -106,23 +107,20 @@ def close(got: Generation, want: Generation) -> None:
     np.testing.assert_allclose(got.entropies, want.entropies, atol=TOLERANCE)
 
 
-def right(model: Any, ids: list[int], params: SamplingParams, got: Generation, *, tolerance: float = TOLERANCE) -> None:
+def right(model: Any, ids: list[int], params: SamplingParams, got: Generation) -> None:
     """A plain forward gives the log-probabilities of the distribution that was sampled from and the entropies at temperature 1."""
-    right_by_version({got.version: model}, ids, params, got, tolerance=tolerance)
+    right_by_version({got.version: model}, ids, params, got)
 
 
-def right_by_version(models: Mapping[int, Any], ids: list[int], params: SamplingParams, got: Generation, *, tolerance: float = 10 * TOLERANCE) -> None:
-    """As ``right``, where the weights changed under way: each token is the one that the model of its version gives after all tokens before it.
-
-    ``tolerance``: nats. Among thousands of tokens are some with a log-probability of -20, a difference of large numbers.
-    """
+def right_by_version(models: Mapping[int, Any], ids: list[int], params: SamplingParams, got: Generation) -> None:
+    """As ``right``, where the weights changed under way: each token is the one that the model of its version gives after all tokens before it."""
     versions = got.versions or [got.version] * len(got.token_ids)
     for version in sorted(set(versions)):
         with torch.no_grad():
             logits = models[version](input_ids=torch.tensor([ids + got.token_ids])).logits[0, len(ids) - 1 : -1].double()
         mine = [i for i, sampled_by in enumerate(versions) if sampled_by == version]
         entropies = torch.special.entr(logits.softmax(-1)).sum(-1)
-        np.testing.assert_allclose([got.entropies[i] for i in mine], entropies[mine], atol=tolerance)
+        np.testing.assert_allclose([got.entropies[i] for i in mine], entropies[mine], atol=TOLERANCE)
         tempered = (logits / (params.temperature or 1.0)).softmax(-1)
         expected = []
         for i in mine:
@@ -130,7 +128,7 @@ def right_by_version(models: Mapping[int, Any], ids: list[int], params: Sampling
             kept = order[ranked.cumsum(0) - ranked < (params.top_p if params.temperature else 1.0)]
             assert got.token_ids[i] in kept
             expected.append(math.log(tempered[i][got.token_ids[i]] / tempered[i][kept].sum()))
-        np.testing.assert_allclose([got.logprobs[i] for i in mine], expected, atol=tolerance)
+        np.testing.assert_allclose([got.logprobs[i] for i in mine], expected, atol=TOLERANCE)
 
 
 def logprobs_of(model: Any) -> Callable[[list[int], int], list[float]]:

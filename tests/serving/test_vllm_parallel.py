@@ -16,7 +16,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None and not os.environ.get("ARPO_REQUIRE_VLLM"):  # where it is set, a missing package is a failure
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from vllm_fakes import TOLERANCE, Pieces, counted, hear_of_a_death, llama, noisy, prompt, right, together
+from vllm_fakes import Pieces, counted, hear_of_a_death, llama, noisy, prompt, right, together
 
 from arpo_algo.policies.base import SamplingParams
 from arpo_algo.policies.vllm import VLLMPolicy
@@ -62,7 +62,7 @@ def test_new_weights_reach_both_ranks(policy: VLLMPolicy, model: Any) -> None:
     params = [SamplingParams(max_new_tokens=10, seed=tree, tree=100 + tree) for tree in range(4)]
     for got, given in zip(together(policy, [(prompt(9), one) for one in params]), params, strict=True):
         assert got.version == 1
-        right(new, prompt(9), given, got, tolerance=4 * TOLERANCE)
+        right(new, prompt(9), given, got)
 
 
 def test_everybody_hears_of_the_death_of_a_rank(policy: VLLMPolicy) -> None:
