@@ -95,27 +95,31 @@ class CachedDecoder:
         order: list[int] = []
         waiting = list(range(len(prompts)))
         while waiting:
-            wave, waiting = self._wave(own, bases, waiting)
+            found = {i: self.cache.find(own[i], bases[i]) for i in waiting}
+            wave, waiting = self._wave(own, bases, {i: held.tokens for i, held in found.items()})
             first = self.cache.active
             for i in wave:
-                reused = self.cache.claim(own[i], bases[i])
+                reused = self.cache.claim(own[i], bases[i], found[i])
                 self._stats.reused_tokens += reused
                 self._stats.prefilled_tokens += len(own[i]) - reused
-            self._prefill(first, np.array([len(own[i]) - 1 for i in wave]))
+            self._prefill(np.array(self.cache.in_use[first:]), np.array([len(own[i]) - 1 for i in wave]))
             order += wave
         return order
 
     def step(self) -> torch.Tensor:
-        active = self.cache.active
-        self.cache.reserve(int(self.cache.lengths[:active].max()) + 1)
-        counts = np.zeros(min(max(active, _MIN_ROWS), self.cache.rows), np.int64)
+        cache, active = self.cache, self.cache.active
+        cache.reserve(int(cache.lengths[cache.in_use].max()) + 1)
+        cache.compact()
+        counts = np.zeros(min(max(active, _MIN_ROWS), cache.rows), np.int64)
         counts[:active] = 1
-        return self._feed(self.cache, 0, counts)[:active, -1]
+        logits = self._feed(cache, np.arange(len(counts)), counts)[:, -1]
+        slots = np.array(cache.in_use)
+        return logits[:active] if (slots == np.arange(active)).all() else logits[torch.from_numpy(slots).to(logits.device)]
 
     def append(self, ids: Ids) -> None:
-        rows = np.arange(len(ids))
-        self.cache.reserve(int(self.cache.lengths[rows].max()) + 1)
-        self.cache.tokens[rows, self.cache.lengths[rows]] = ids
+        cache = self.cache
+        cache.reserve(int(cache.lengths[cache.in_use].max()) + 1)
+        cache.tokens[cache.in_use, cache.lengths[cache.in_use]] = ids
 
     def leave(self, slot: int) -> None:
         self.cache.release(slot)
@@ -148,40 +152,42 @@ class CachedDecoder:
             number = self.cache.add_base(opening)
         cache = self.cache.bases[number].cache
         if computed := len(opening) - int(cache.lengths[0]):  # new, or its forward raised
-            self._feed(cache, 0, np.array([computed]))
+            self._feed(cache, np.zeros(1, np.int64), np.array([computed]))
         self._stats.prefilled_tokens += computed
         self._stats.reused_tokens += len(opening) - computed
         return number
 
-    def _wave(self, prompts: Sequence[Ids], bases: Sequence[int], waiting: list[int]) -> tuple[list[int], list[int]]:
-        """Splits ``waiting`` into those to prefill now, longest remainder first, and those that reuse one of them afterwards."""
+    def _wave(self, prompts: Sequence[Ids], bases: Sequence[int], cached: dict[int, int]) -> tuple[list[int], list[int]]:
+        """Splits the prompts of which ``cached`` tokens are known into those to prefill now, longest remainder first, and those that reuse one of them
+        afterwards."""
         wave: list[int] = []
         later: list[int] = []
-        cached = {i: self.cache.reusable(prompts[i], bases[i]) for i in waiting}
-        for i in waiting:
-            shared = max((common_prefix(prompts[i], prompts[j]) for j in wave if bases[i] == bases[j]), default=0)
+        for i, known in cached.items():
+            alike = (prompts[j] for j in wave if bases[i] == bases[j] and known < len(prompts[j]) and prompts[i][known] == prompts[j][known])
+            shared = max((common_prefix(prompts[i], prompt) for prompt in alike), default=0)
             rest = len(prompts[i]) - 1
-            if shared - cached[i] >= _MIN_SHARED or (shared >= rest > cached[i]):
+            if shared - known >= _MIN_SHARED or (shared >= rest > known):
                 later.append(i)
             else:
                 wave.append(i)
         return sorted(wave, key=lambda i: cached[i] - len(prompts[i])), later
 
-    def _prefill(self, first: int, targets: Ids) -> None:
-        """Computes the rows from ``first`` on up to ``targets`` tokens, neighbours of similar remainders in one padded call."""
-        counts = np.trim_zeros(targets - self.cache.lengths[first : first + len(targets)], "b")
+    def _prefill(self, rows: Ids, targets: Ids) -> None:
+        """Computes rows up to ``targets`` tokens, neighbours of similar remainders in one padded call."""
+        counts = np.trim_zeros(targets - self.cache.lengths[rows], "b")
         done = 0
         while done < len(counts):
             some = counts[done : done + max(1, _PREFILL_TOKENS // max(1, int(counts[done])))]
             if some.any():
-                self._feed(self.cache, first + done, some)
+                self._feed(self.cache, rows[done : done + len(some)], some)
             done += len(some)
 
-    def _feed(self, cache: KVCache, first: int, counts: Ids) -> torch.Tensor:
-        inputs = cache.inputs(first, counts, dtype=self._model.dtype, device=self._model.device)
+    def _feed(self, cache: KVCache, rows: Ids, counts: Ids) -> torch.Tensor:
+        """Feeds the next ``counts[i]`` known tokens of ``rows[i]``; the logits after the last of them."""
+        inputs = cache.inputs(rows, counts, dtype=self._model.dtype, device=self._model.device)
         with base_attention(self._model.module) if cache.shares else nullcontext():
             logits = self._model(keep=1, past_key_values=cache, use_cache=True, **inputs)
-        cache.computed(first, counts)
+        cache.computed(rows, counts)
         tokens = int(counts.sum())
         self._stats.computed_tokens += tokens
         self._stats.padding_tokens += inputs["input_ids"].numel() - tokens

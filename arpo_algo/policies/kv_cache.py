@@ -2,13 +2,18 @@
 
 ::
 
-    row 0 .. active-1     in use, compact, so that a decode step reads the view [:active] of every buffer and copies nothing
-    row active .. rows-1  idle: finished turns, kept for their continuation and for branches; empty rows count as idle
+    row 0   in use, slot 2
+    row 1   idle: a finished turn, kept for its continuation and for branches; empty rows count as idle
+    row 2   in use, slot 0
+    row 3   in use, slot 1
 
 Row i holds its tokens at positions 0 .. lengths[i]-1 and only ever appends. Any prefix of any row is therefore valid for every sequence that begins
 with the same ids: a new sequence takes over an idle row that is wholly a prefix of it, or else copies the longest common part from whichever row has it.
 ``tokens`` may run ahead of ``lengths``: ids that are known but not yet computed. Buffers grow by doubling; when they may not, the idle row that was used
 longest ago goes.
+
+A row that falls idle stays where it is, and a continuation finds it there: where it comes before the next decode step, nothing moves. A decode step reads the
+view [:n] of every buffer and copies nothing, so before it the rows in use that lie beyond move into the gaps.
 
 A long opening that many sequences have in common (the prompt of a group) is held once, as a :class:`Base`: the rows of these sequences hold only what comes
 after it, and attention reads it once for all of them (:mod:`arpo_algo.policies.base_attention`). Which base a sequence stands on is the caller's choice and
@@ -22,8 +27,8 @@ The class is a transformers ``Cache``: a model writes each row's new keys and va
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,22 +45,41 @@ would depend (in the last bit) on the length of its neighbours."""
 NO_BASE = -1
 """Number of the base of a row that holds its sequence from the first token on."""
 _COMPARED = 16
-"""Tokens of all rows that are compared first: most rows part from a sequence soon, and idle ones are many."""
+"""Tokens of all rows that are compared first, and how many times more next: most rows part from a sequence soon, and idle ones are many."""
 _QUERY_STEP = 4
 """Likewise the number of queries in a prefill: CPU matrix kernels treat a remainder of one to three rows apart."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Write:
     """Where the keys and values of one forward go."""
 
-    first: int
-    last: int
+    rows: slice | torch.Tensor
+    """Of the forward: a slice where they stand side by side, so that they are read where they are."""
     length: int
-    rows: torch.Tensor
-    positions: torch.Tensor
-    source: tuple[torch.Tensor, torch.Tensor] | None
-    """Row and query index of the real tokens among the padded ones; None when there is one query a row and all are real."""
+    """Keys that are attended to."""
+    new: tuple[Ids, Ids]
+    """Row of the forward and query of each new token, the padded ones left out."""
+    at: tuple[Ids, Ids]
+    """Row of the cache and position that it goes to."""
+    queries: int
+    _places: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def into(self, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Writes the new vectors (rows, heads, queries, head_dim) and returns all that is attended to (rows, heads, length, head_dim)."""
+        heads, capacity, width = buffer.shape[1:]
+        if heads not in self._places:  # once for all layers
+            source, target = (
+                torch.from_numpy((row[:, None] * heads + np.arange(heads)) * steps + step[:, None]).flatten().to(buffer.device)
+                for (row, step), steps in ((self.new, self.queries), (self.at, capacity))
+            )
+            self._places[heads] = source, target
+        source, target = self._places[heads]
+        vectors = states.reshape(-1, width)
+        in_order = self.queries == 1 and len(vectors) == len(source)
+        buffer.view(-1, width).index_copy_(0, target, vectors if in_order else vectors.index_select(0, source))
+        attended = buffer[:, :, : self.length]
+        return attended[self.rows] if isinstance(self.rows, slice) else attended.index_select(0, self.rows)
 
 
 @dataclass(slots=True)
@@ -83,6 +107,14 @@ class Base:
         return BaseRows(keys=keys, values=values, hidden=self.hidden, rows=torch.from_numpy(rows).to(device))
 
 
+class Held(NamedTuple):
+    """What a row has of a sequence."""
+
+    row: int
+    tokens: int
+    """Number of leading ones."""
+
+
 class KVCache(Cache):
     """Rows of keys and values with the tokens that they belong to.
 
@@ -94,7 +126,8 @@ class KVCache(Cache):
         super().__init__(layers=[])
         self.max_bytes = max_bytes
         self.shares = shares
-        self.active = 0
+        self.in_use: list[int] = []
+        """The row of each slot."""
         self.tokens: Ids = np.zeros((rows, capacity), np.int64)
         self.lengths: Ids = np.zeros(rows, np.int64)
         self.bases: dict[int, Base] = {}
@@ -113,6 +146,11 @@ class KVCache(Cache):
         return len(self.tokens)
 
     @property
+    def active(self) -> int:
+        """How many rows are in use."""
+        return len(self.in_use)
+
+    @property
     def capacity(self) -> int:
         return int(self.tokens.shape[1])
 
@@ -124,7 +162,7 @@ class KVCache(Cache):
     # --- what the model calls -------------------------------------------------------------------------------------------------------------------
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the layer's keys and values, (rows of this forward, heads, attended length, head_dim), with the new ones written in."""
+        """The layer's keys and values, (rows of this forward, heads, attended length, head_dim), with the new ones written in."""
         write = self._write
         assert write is not None, "inputs() comes before the forward"
         while len(self._keys) <= layer_idx:
@@ -132,46 +170,45 @@ class KVCache(Cache):
             self._keys.append(key_states.new_zeros((self.rows, key_states.shape[1], self.capacity, key_states.shape[3])))
             self._values.append(value_states.new_zeros((self.rows, value_states.shape[1], self.capacity, value_states.shape[3])))
             self._token_bytes = sum(b.shape[1] * b.shape[3] * b.element_size() for b in (*self._keys, *self._values))
-        views = []
-        for buffer, new in ((self._keys[layer_idx], key_states), (self._values[layer_idx], value_states)):
-            real = new[:, :, 0] if write.source is None else new.transpose(1, 2)[write.source]  # (tokens, heads, head_dim)
-            buffer[write.rows, :, write.positions] = real
-            views.append(buffer[write.first : write.last, :, : write.length])
-        return views[0], views[1]
+        return write.into(self._keys[layer_idx], key_states), write.into(self._values[layer_idx], value_states)
 
     # --- what the decoder calls -----------------------------------------------------------------------------------------------------------------
 
-    def inputs(self, first: int, counts: Ids, *, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        """Ids, positions and additive mask of a forward that feeds the next ``counts[i]`` known tokens of row ``first + i``; 0 computes a padding row.
+    def inputs(self, rows: Ids, counts: Ids, *, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        """Ids, positions and additive mask of a forward that feeds the next ``counts[i]`` known tokens of ``rows[i]``; 0 computes a padding row.
 
         Shapes: ``input_ids`` and ``position_ids`` (rows, queries), ``attention_mask`` (rows, 1, queries, attended length). A cache that shares adds the
         ``base_plan``; its mask is over the rows' own tokens.
         """
-        last = first + len(counts)
         queries = int(counts.max())
         if queries > 1:
             queries = _up(queries, _QUERY_STEP)
-        start = self.lengths[first:last]
+        start = self.lengths[rows]
         length = _up(int((start + counts)[counts > 0].max()), _LENGTH_STEP)
         offset = np.arange(queries)
         # Padding queries repeat the last real position: positions past the context would overflow a learned position table.
         own = np.minimum(start[:, None] + np.minimum(offset, np.maximum(counts, 1)[:, None] - 1), self.capacity - 1)
-        real = offset < counts[:, None]
-        row, query = real.nonzero()
-        source = None if queries == 1 and len(row) == len(counts) else (torch.from_numpy(row).to(device), torch.from_numpy(query).to(device))
-        self._write = _Write(first, last, length, torch.from_numpy(row + first).to(device), torch.from_numpy(own[row, query]).to(device), source)
+        row, query = (offset < counts[:, None]).nonzero()
+        neighbours = int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((rows[1:] > rows[:-1]).all())
+        self._write = _Write(
+            rows=slice(int(rows[0]), int(rows[-1]) + 1) if neighbours else torch.from_numpy(rows).to(device),
+            length=length,
+            new=(row, query),
+            at=(rows[row], own[row, query]),
+            queries=queries,
+        )
         hidden = torch.arange(length, device=device) > torch.from_numpy(own).to(device)[:, None, :, None]
         # Not -inf: the kernel reports a log-sum-exp of 0 where everything is hidden, and in a run of own keys that may be.
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)
         inputs: dict[str, Any] = {
-            "input_ids": torch.from_numpy(np.take_along_axis(self.tokens[first:last], own, axis=1)).to(device),
-            "position_ids": torch.from_numpy(own + self._offset[first:last, None]).to(device),
+            "input_ids": torch.from_numpy(self.tokens[rows[:, None], own]).to(device),
+            "position_ids": torch.from_numpy(own + self._offset[rows, None]).to(device),
             "attention_mask": mask,
         }
-        return inputs | {"base_plan": self._plan(first, counts, queries, device)} if self.shares else inputs
+        return inputs | {"base_plan": self._plan(np.where(counts > 0, self._base[rows], NO_BASE), queries, device)} if self.shares else inputs
 
-    def _plan(self, first: int, counts: Ids, queries: int, device: torch.device) -> BasePlan:
-        held = np.where(counts > 0, self._base[first : first + len(counts)], NO_BASE)
+    def _plan(self, held: Ids, queries: int, device: torch.device) -> BasePlan:
+        """``held``: the base of each row of a forward."""
         plan = BasePlan(bases=[])
         for number in np.unique(held[held != NO_BASE]).tolist():
             rows = np.flatnonzero(held == number)
@@ -180,9 +217,9 @@ class KVCache(Cache):
             plan.bases.append(self.bases[number].rows(rows, device))
         return plan
 
-    def computed(self, first: int, counts: Ids) -> None:
+    def computed(self, rows: Ids, counts: Ids) -> None:
         """Records that the forward prepared by ``inputs`` has run."""
-        self.lengths[first : first + len(counts)] += counts
+        self.lengths[rows] += counts
         self._write = None
 
     def find_base(self, ids: Ids) -> int | None:
@@ -205,7 +242,7 @@ class KVCache(Cache):
 
     def trim_bases(self, keep: Container[int]) -> None:
         """Drops bases that no row in use stands on, those asked for longest ago first, until all take at most half of ``max_bytes``."""
-        used = set(self._base[: self.active].tolist())
+        used = set(self._base[self.in_use].tolist())
         for number in sorted(self.bases, key=lambda number: self.bases[number].used):
             if sum(base.bytes for base in self.bases.values()) <= self.max_bytes // 2:
                 return
@@ -214,38 +251,55 @@ class KVCache(Cache):
                 gone = self._base == number
                 self.lengths[gone], self._used[gone], self._base[gone], self._offset[gone] = 0, -1, NO_BASE, 0
 
-    def reusable(self, ids: Ids, base: int = NO_BASE) -> int:
-        """How many leading ``ids`` some row holds beyond ``base``, the last not counted."""
-        return self._longest_prefix(ids[:-1], base)[1]
+    def find(self, ids: Ids, base: int = NO_BASE) -> Held:
+        """The row on ``base`` that holds most leading ``ids``, the last not counted, and how many. Among equals it is an idle row that ends there, which can
+        be taken over."""
+        common = np.zeros(self.rows, np.int64)
+        rows = np.flatnonzero((self._base == base) & (self.lengths > 0))
+        start, width = 0, min(len(ids) - 1, self.capacity)
+        while start < width and len(rows):
+            stop = min(_COMPARED * max(1, start), width)
+            differs = self.tokens[rows, start:stop] != ids[start:stop]
+            parts = differs.any(1)
+            common[rows] = np.where(parts, start + differs.argmax(1), stop)
+            start, rows = stop, rows[~parts]
+        np.minimum(common, self.lengths, out=common)  # what is known beyond them is not computed
+        ends = (common == self.lengths) & self._idle()
+        best = int(np.argmax(2 * common + ends))
+        return Held(best, int(common[best]))
 
-    def claim(self, ids: Ids, base: int = NO_BASE) -> int:
-        """Makes row ``active`` a row in use that knows ``ids``, what its sequence has beyond ``base``; returns how many of them it holds already: at most all
-        but the last, which is left to feed."""
+    def claim(self, ids: Ids, base: int = NO_BASE, found: Held | None = None) -> int:
+        """Adds a slot whose row knows ``ids``, what its sequence has beyond ``base``; returns how many of them it holds already: at most all but the last,
+        which is left to feed. ``found``: what :meth:`find` said a while ago."""
         self.reserve(len(ids))
-        source, common = self._longest_prefix(ids[:-1], base)
-        slot = self.active
-        if source >= slot and self.lengths[source] == common:
-            self._swap(source, slot)
-        else:
-            target = self._spare(keep=source)
-            if target == source:  # the only idle row is the source: shorten it in place
-                self._swap(source, slot)
-            else:
-                self._swap(target, slot)
-                self._copy(target if source == slot else source, slot, common)
-        self.lengths[slot] = common
-        self.tokens[slot, : len(ids)] = ids
-        self._base[slot] = base
-        self._offset[slot] = 0 if base == NO_BASE else len(self.bases[base].ids)
-        self._touch(slot)
-        self.active += 1
+        row, common = found if found is not None and self._holds(found, ids, base) else self.find(ids, base)
+        if self.lengths[row] > common or row in self.in_use:
+            source, row = row, self._spare(keep=row)
+            if row != source:  # else the source is the only idle row, and is shortened in place
+                self._copy(source, row, common)
+        self.lengths[row] = common
+        self.tokens[row, : len(ids)] = ids
+        self._base[row] = base
+        self._offset[row] = 0 if base == NO_BASE else len(self.bases[base].ids)
+        self._touch(row)
+        self.in_use.append(row)
         return common
 
     def release(self, slot: int) -> None:
-        """Makes a row in use idle. The last row in use moves into its place."""
-        self._touch(slot)
-        self.active -= 1
-        self._swap(slot, self.active)
+        """Makes the row of a slot idle. The last slot becomes this one."""
+        self._touch(self.in_use[slot])
+        self.in_use[slot] = self.in_use[-1]
+        self.in_use.pop()
+
+    def compact(self) -> None:
+        """Moves rows in use so that they are the first ones, in any order."""
+        n = self.active
+        idle = self._idle()[:n]
+        gaps = iter(np.flatnonzero(idle)[np.argsort(self._used[:n][idle], kind="stable")].tolist())
+        for slot, row in enumerate(self.in_use):
+            if row >= n:
+                self.in_use[slot] = next(gaps)
+                self._swap(row, self.in_use[slot])
 
     def reserve(self, length: int) -> None:
         """Makes sure that rows can hold ``length`` tokens."""
@@ -257,7 +311,7 @@ class KVCache(Cache):
 
     def clear(self) -> None:
         """Forgets every row and frees the buffers."""
-        self.active = 0
+        self.in_use.clear()
         self.lengths[:] = 0
         self._used[:] = -1
         self._base[:] = NO_BASE
@@ -269,32 +323,27 @@ class KVCache(Cache):
 
     # --- rows ---------------------------------------------------------------------------------------------------------------------------------
 
-    def _longest_prefix(self, ids: Ids, base: int) -> tuple[int, int]:
-        """The row on ``base`` with the longest common prefix with ``ids``, and its length. Among equals an idle row that ends there wins: it can be taken."""
-        common = np.zeros(self.rows, np.int64)
-        width, same = min(len(ids), self.capacity), np.flatnonzero((self._base == base) & (self.lengths > 0))
-        start, stop = 0, min(_COMPARED, width)
-        while start < stop and len(same):
-            differs = (self.tokens[same, start:stop] != ids[start:stop]) | (np.arange(start, stop) >= self.lengths[same, None])
-            parts = differs.any(1)
-            common[same] = np.where(parts, start + differs.argmax(1), stop)
-            same = same[~parts]
-            start, stop = stop, min(2 * stop, width)
-        ends = (common == self.lengths) & (np.arange(self.rows) >= self.active)
-        best = int(np.argmax(2 * common + ends))
-        return best, int(common[best])
+    def _holds(self, held: Held, ids: Ids, base: int) -> bool:
+        row, common = held
+        return row < self.rows and bool(self._base[row] == base and self.lengths[row] >= common and (self.tokens[row, :common] == ids[:common]).all())
+
+    def _idle(self) -> NDArray[np.bool_]:
+        """Which rows are not in use."""
+        idle = np.ones(self.rows, bool)
+        idle[self.in_use] = False
+        return idle
 
     def _spare(self, keep: int) -> int:
         """An idle row to overwrite: an empty one, else a new one, else the one used longest ago other than ``keep``, else ``keep``."""
-        idle = self._used[self.active :]
-        if len(idle) and idle.min() < 0:
-            return self.active + int(idle.argmin())
+        idle = np.flatnonzero(self._idle())
+        order = idle[np.argsort(self._used[idle], kind="stable")]
+        if len(order) and self._used[order[0]] < 0:
+            return int(order[0])
         affordable = self._affordable(self.capacity)
-        if self.active == self.rows or self.rows < affordable:
+        if not len(order) or self.rows < affordable:
             old = self.rows
             self._resize(max(self.active + 1, min(2 * old, affordable)), self.capacity)
             return old
-        order = self.active + np.argsort(idle, kind="stable")
         return int(next((row for row in order if row != keep), keep))
 
     def _affordable(self, capacity: int) -> int:
@@ -303,9 +352,12 @@ class KVCache(Cache):
         return max(0, left) // (self._token_bytes * capacity) if self._token_bytes else 2 * self.rows
 
     def _resize(self, rows: int, capacity: int) -> None:
-        """New buffers. Rows in use stay where they are; of the idle ones those used last are kept, in order."""
-        idle = self.active + np.argsort(-self._used[self.active :], kind="stable")[: rows - self.active]
-        kept = np.concatenate((np.arange(self.active), np.sort(idle)))[:rows]
+        """New buffers. Where there are fewer rows, those in use are kept and the idle ones used last, in order."""
+        kept = np.arange(self.rows)
+        if rows < self.rows:
+            worth = np.where(self._idle(), self._used, self._clock + 1)
+            kept = np.sort(np.argsort(-worth, kind="stable")[:rows])
+            self.in_use = np.searchsorted(kept, self.in_use).tolist()
 
         def grown(old: torch.Tensor) -> torch.Tensor:
             new = old.new_zeros((rows, old.shape[1], capacity, old.shape[3]))
@@ -326,13 +378,13 @@ class KVCache(Cache):
         self._offset = np.concatenate((self._offset[kept], np.zeros(empty, np.int64)))
 
     def _swap(self, a: int, b: int) -> None:
-        if a == b:
-            return
-        length = int(max(self.lengths[a], self.lengths[b]))
+        """Exchanges what two rows hold."""
+        of_a, of_b = int(self.lengths[a]), int(self.lengths[b])
         for buffer in (*self._keys, *self._values):
-            held = buffer[a, :, :length].clone()
-            buffer[a, :, :length] = buffer[b, :, :length]
-            buffer[b, :, :length] = held
+            held = buffer[a, :, :of_a].clone()
+            if of_b:
+                buffer[a, :, :of_b] = buffer[b, :, :of_b]
+            buffer[b, :, :of_a] = held
         for array in (self.tokens, self.lengths, self._used, self._base, self._offset):
             array[[a, b]] = array[[b, a]]
 

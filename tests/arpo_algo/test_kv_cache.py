@@ -182,9 +182,10 @@ def test_bases_give_way_to_others_but_never_under_a_row_in_use() -> None:
     def add(ids: list[int]) -> int:
         number = cache.add_base(np.array(ids))
         row = cache.bases[number].cache
-        states = row.inputs(0, np.array([len(ids)]) - row.lengths, **feed)["input_ids"][:, None, :, None].float()
+        counts = np.array([len(ids)]) - row.lengths
+        states = row.inputs(np.zeros(1, np.int64), counts, **feed)["input_ids"][:, None, :, None].float()
         row.update(states, -states, 0)
-        row.computed(0, np.array([len(ids)]) - row.lengths)
+        row.computed(np.zeros(1, np.int64), counts)
         return number
 
     first, second, third = add([1, 2, 3]), add([4, 5]), add([6])

@@ -221,17 +221,18 @@ def filled(cache: KVCache, *rows: Sequence[int]) -> None:
     """Rows whose keys are their ids and whose values are the negated ids."""
     for ids in rows:
         cache.claim(np.array([*ids, 0]))
-        first = cache.active - 1
-        counts = np.array([len(ids)]) - cache.lengths[first]
+        row = np.array(cache.in_use[-1:])
+        counts = len(ids) - cache.lengths[row]
         if not counts.any():
             continue
-        inputs = cache.inputs(first, counts, dtype=torch.float32, device=torch.device("cpu"))
+        inputs = cache.inputs(row, counts, dtype=torch.float32, device=torch.device("cpu"))
         states = inputs["input_ids"][:, None, :, None].float()
         cache.update(states, -states, 0)
-        cache.computed(first, counts)
+        cache.computed(row, counts)
 
 
 def held(cache: KVCache, row: int) -> list[float]:
+    """What a row holds, whether in use or idle."""
     keys, values = cache._keys[0][row, 0, : cache.lengths[row], 0], cache._values[0][row, 0, : cache.lengths[row], 0]
     assert torch.equal(keys, -values)
     return [float(k) for k in keys]
@@ -243,37 +244,68 @@ def test_rows_follow_their_tokens_through_claims_releases_and_growth() -> None:
     assert cache.rows == 4 and cache.capacity == 8
     assert [held(cache, i) for i in range(3)] == [[1, 2, 3], [4, 5], [1, 2, 9, 8, 7]]
     cache.release(0)
-    assert [held(cache, i) for i in range(3)] == [[1, 2, 9, 8, 7], [4, 5], [1, 2, 3]]
-    assert cache.reusable(np.array([1, 2, 3, 6])) == 3 and cache.reusable(np.array([1, 2, 3])) == 2
-    assert cache.claim(np.array([1, 2, 3, 6])) == 3  # taken over in place
-    assert cache.active == 3 and held(cache, 2) == [1, 2, 3]
+    assert cache.in_use == [2, 1], "the last slot took the place of the first, and no row moved"
+    assert cache.find(np.array([1, 2, 3, 6])).tokens == 3 and cache.find(np.array([1, 2, 3])).tokens == 2
+    assert cache.claim(np.array([1, 2, 3, 6])) == 3  # taken over where it is
+    assert cache.in_use == [2, 1, 0] and held(cache, 0) == [1, 2, 3]
     assert cache.claim(np.array([4, 5, 6])) == 2  # the row that has it is in use: copied
-    assert held(cache, 3) == [4, 5] and held(cache, 1) == [4, 5]
+    assert cache.in_use[3] == 3 and held(cache, 3) == [4, 5] and held(cache, 1) == [4, 5]
+
+
+def test_before_a_step_the_rows_in_use_are_the_first_ones() -> None:
+    cache = KVCache(max_bytes=10**6, rows=6, capacity=4)
+    filled(cache, [1], [2, 2], [3, 3, 3], [4, 4], [5])
+    cache.claim(np.array([6]))  # a slot that has nothing yet
+    for slot in (0, 1, 0):  # rows 0, 1 and 5, the last slot of the time
+        cache.release(slot)
+    assert cache.in_use == [3, 4, 2]
+    cache.compact()
+    assert cache.in_use == [0, 1, 2], "the gaps used longest ago are filled first"
+    assert [held(cache, row) for row in cache.in_use] == [[4, 4], [5], [3, 3, 3]]
+    assert [held(cache, row) for row in (3, 4)] == [[1], [2, 2]] and cache.lengths[5] == 0
+    assert [cache.find(np.array([i, i, i, 0])).tokens for i in range(1, 7)] == [1, 2, 3, 2, 1, 0]
+    cache.compact()
+    assert cache.in_use == [0, 1, 2]
+
+
+def test_rows_apart_are_written_and_read_as_neighbours_are() -> None:
+    cache = KVCache(max_bytes=10**6, rows=6, capacity=8)
+    filled(cache, [1, 2], [3], [4, 5, 6], [7])
+    for row, ids in ((3, [7, 8, 9]), (1, [3, 1])):
+        cache.tokens[row, : len(ids)] = ids
+    rows, counts = np.array([3, 1]), np.array([2, 1])
+    inputs = cache.inputs(rows, counts, dtype=torch.float32, device=torch.device("cpu"))
+    assert inputs["input_ids"].tolist() == [[8, 9, 9, 9], [1, 1, 1, 1]] and inputs["position_ids"].tolist() == [[1, 2, 2, 2], [1, 1, 1, 1]]
+    states = inputs["input_ids"][:, None, :, None].float()
+    keys, values = cache.update(states, -states, 0)
+    cache.computed(rows, counts)
+    assert keys[:, 0, :3, 0].tolist() == [[7, 8, 9], [3, 1, 0]] and torch.equal(keys, -values)
+    assert [held(cache, row) for row in range(4)] == [[1, 2], [3, 1], [4, 5, 6], [7, 8, 9]]
 
 
 def test_the_row_used_longest_ago_goes_first() -> None:
     cache = KVCache(max_bytes=3 * 4 * 8, rows=3, capacity=4)  # three rows
     filled(cache, [1, 1], [2, 2], [3, 3])
-    for row in (1, 0, 0):  # released in the order [2, 2], [1, 1], [3, 3]
-        cache.release(row)
+    for slot in (1, 0, 0):  # released in the order [2, 2], [1, 1], [3, 3]
+        cache.release(slot)
     filled(cache, [5, 5])
     assert cache.rows == 3
-    assert [cache.reusable(np.array([i, i, 0])) for i in (1, 2, 3, 5)] == [2, 0, 2, 2]
+    assert [cache.find(np.array([i, i, 0])).tokens for i in (1, 2, 3, 5)] == [2, 0, 2, 2]
     cache.release(0)
     filled(cache, [1, 1])
-    assert cache.reusable(np.array([5, 5, 0])) == 2  # taken over, not evicted
+    assert cache.find(np.array([5, 5, 0])).tokens == 2  # taken over, not evicted
 
 
 def test_a_longer_capacity_keeps_the_rows_used_last() -> None:
     cache = KVCache(max_bytes=3 * 8 * 8, rows=4, capacity=4)  # three rows once the capacity is 8
     filled(cache, [1, 1], [2, 2], [3, 3], [4, 4])
-    for row in (2, 0, 1):  # released in the order [3, 3], [1, 1], [2, 2]; [4, 4] stays in use
-        cache.release(row)
+    for slot in (2, 0, 1):  # released in the order [3, 3], [1, 1], [2, 2]; [4, 4] stays in use
+        cache.release(slot)
     cache.claim(np.array([3, 3, 0]))
-    assert [held(cache, i) for i in range(4)] == [[4, 4], [3, 3], [1, 1], [2, 2]]
+    assert cache.in_use == [3, 2]
     cache.reserve(5)
     assert (cache.rows, cache.capacity, cache.active) == (3, 8, 2)
-    assert [held(cache, i) for i in range(3)] == [[4, 4], [3, 3], [2, 2]]
+    assert [held(cache, i) for i in range(3)] == [[2, 2], [3, 3], [4, 4]] and cache.in_use == [2, 1]
 
 
 def test_the_source_of_a_copy_is_not_the_row_that_goes() -> None:
@@ -282,7 +314,7 @@ def test_the_source_of_a_copy_is_not_the_row_that_goes() -> None:
     cache.release(0)  # used longest ago, and the source
     cache.release(0)
     assert cache.claim(np.array([1, 2, 9])) == 2
-    assert cache.reusable(np.array([1, 2, 3, 0])) == 3 and cache.reusable(np.array([5, 6, 0])) == 0
+    assert cache.find(np.array([1, 2, 3, 0])).tokens == 3 and cache.find(np.array([5, 6, 0])).tokens == 0
 
 
 def test_the_only_idle_row_is_shortened_when_it_is_the_source() -> None:
