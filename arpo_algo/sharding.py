@@ -8,7 +8,7 @@ Functions marked *collective* must be called by every rank in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from arpo_algo.distributed import Ranks
 from arpo_algo.packing import Layout, Rows, micro_batches, tree_micro_batches, unique_tokens
+
+_FRACTIONS = (1.3, 1.15, 1.0, 0.8, 0.6, 0.5, 0.4, 0.33, 0.25, 0.2)
+"""Sizes of pieces to choose from, in shares of a rank. A little over 1, since what a tree's pieces have in common comes on top of them."""
 
 
 def shard(root: nn.Module, ranks: Ranks, *, compute: torch.dtype | None = None) -> None:
@@ -107,14 +110,8 @@ def sync_gradients(root: nn.Module, flag: bool) -> None:
 
 
 def shares(rows: Rows, size: int) -> list[np.ndarray]:
-    """Row numbers of each of ``size`` ranks, equal in tokens as far as it goes: the longest rows first, each to the rank with the fewest tokens so far."""
-    lengths = rows.attention.sum(1)
-    loads, parts = [0] * size, [[] for _ in range(size)]  # type: tuple[list[int], list[list[int]]]
-    for row in np.argsort(-lengths, kind="stable"):
-        rank = loads.index(min(loads))
-        loads[rank] += int(lengths[row])
-        parts[rank].append(int(row))
-    return [np.array(sorted(rows_of_rank), dtype=np.int64) for rows_of_rank in parts]
+    """Row numbers of each of ``size`` ranks, equal in tokens as far as it goes."""
+    return [np.array(sorted(part), dtype=np.int64) for part in _dealt(rows.lengths.tolist(), size)]
 
 
 def rank_micro_batches(rows: Rows, max_tokens: int, ranks: Ranks, *, layout: Layout = "padded") -> list[list[np.ndarray]]:
@@ -133,15 +130,37 @@ def rank_micro_batches(rows: Rows, max_tokens: int, ranks: Ranks, *, layout: Lay
 
 
 def tree_shares(rows: Rows, max_tokens: int, size: int, *, share: bool = True) -> list[list[np.ndarray]]:
-    """Micro-batches of packed trees for each of ``size`` ranks, equal in unique tokens as far as it goes; small enough that every rank has some."""
+    """Micro-batches of packed trees for each of ``size`` ranks.
+
+    A forward is one of all ranks and takes as long as the largest micro-batch among them. Large pieces are uneven, small ones repeat more of what they have in
+    common: of some sizes it is the one with the fewest tokens over all forwards.
+    """
     fair_share = -(-unique_tokens(rows, share=share) // size)
-    batches = [batch for pieces in tree_micro_batches(rows, max(1, min(max_tokens, fair_share)), share=share) for batch in pieces]
-    loads, of_rank = [0] * size, [[] for _ in range(size)]  # type: tuple[list[int], list[list[np.ndarray]]]
-    for batch in batches:
+    best: list[list[np.ndarray]] = []
+    fewest: float = np.inf
+    for bound in dict.fromkeys(max(1, min(max_tokens, int(fraction * fair_share))) for fraction in _FRACTIONS):
+        pieces = [piece for group in tree_micro_batches(rows, bound, share=share) for piece in group]
+        sizes = [unique_tokens(rows.select(piece), share=share) for piece in pieces]
+        of_rank = _dealt(sizes, size)
+        tokens = sum(max(sizes[piece] for piece in forward) for forward in _forwards(of_rank))
+        if tokens < fewest:
+            best, fewest = [[pieces[piece] for piece in mine] for mine in of_rank], tokens
+    return best
+
+
+def _dealt(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Numbers of the things that each rank gets: the largest first, each to the rank that has least so far."""
+    loads, of_rank = [0] * ranks, [[] for _ in range(ranks)]  # type: tuple[list[int], list[list[int]]]
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         rank = loads.index(min(loads))
-        loads[rank] += unique_tokens(rows.select(batch), share=share)
-        of_rank[rank].append(batch)
+        loads[rank] += sizes[number]
+        of_rank[rank].append(number)
     return of_rank
+
+
+def _forwards(of_rank: Sequence[Sequence[int]]) -> list[list[int]]:
+    """What the ranks that have something to compute in a forward compute, for each forward."""
+    return [[mine[step] for mine in of_rank if step < len(mine)] for step in range(max(map(len, of_rank)))]
 
 
 def _check_same(model: nn.Module, ranks: Ranks) -> None:

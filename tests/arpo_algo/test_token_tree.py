@@ -229,6 +229,14 @@ def test_ranks_share_the_rows_and_have_equally_many_micro_batches(groups, max_to
     assert all(len(index) == 0 or computed(rows.select(index), layout) <= max(max_tokens, rows.lengths[index[0]]) for index in everything)
 
 
+def test_three_equal_groups_are_halved_between_two_ranks():
+    rows = groups_of([[[1, *range(100 * row, 100 * row + 10)] for row in range(1, 9)]] * 3)  # 82 unique tokens each
+    of_rank = [rank_micro_batches(rows, 1000, Ranks(rank=rank, size=2), layout="tree") for rank in range(2)]
+    first, second = ([unique_tokens(rows.select(index)) for (index,) in batches if len(index)] for batches in of_rank)
+    assert sum(first) + sum(second) <= 246 + 3 * 2, "each group is cut once at most, and repeats two tokens where it is"
+    assert max(sum(first), sum(second)) <= 1.1 * 123, "whole groups would be 164 and 82"
+
+
 def computed(rows: Rows, layout: str) -> int:
     return rows.token_ids.size if layout == "padded" else unique_tokens(rows, share=layout == "tree")
 
