@@ -11,6 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,8 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
     os.environ.update(OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="4194304", MALLOC_TRIM_THRESHOLD_="8388608")  # the forkserver starts with them
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "arpo_algo.learner"])
-    with context.Pool(1) as pool:
-        return pool.apply(function, arguments)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:  # says so where the process dies; a multiprocessing.Pool would wait for ever
+        return pool.submit(function, *arguments).result()
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
