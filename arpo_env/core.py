@@ -103,7 +103,7 @@ class ToolEnv(ForkableEnv):
     metadata: dict[str, Any] = {"render_modes": ["ansi", "human"], "render_fps": 1}  # noqa: RUF012 - Gymnasium's own convention
     shared: ClassVar[frozenset[str]] = ForkableEnv.shared | {
         "tasks", "prototypes", "call_format", "reward", "max_turns", "max_tool_calls", "max_observation_chars", "system_prompt",
-        "stop_strings", "tool_schemas", "telemetry", "isolation", "_slots", "_episode", "_tools",
+        "stop_strings", "tool_schemas", "telemetry", "isolation", "_instructions", "_slots", "_episode", "_tools",
     }  # fmt: skip
 
     def __init__(
@@ -140,6 +140,7 @@ class ToolEnv(ForkableEnv):
         self.system_prompt = system_prompt
         self.render_mode = render_mode
         self.stop_strings: tuple[str, ...] = self.call_format.stop_strings(list(self.prototypes.values()))
+        self._instructions = self.call_format.system_prompt(list(self.prototypes.values()))
         self.tool_schemas = [prototype.schema() for prototype in self.prototypes.values()]
         self.telemetry = Telemetry()
         self.isolation = weakest_isolation(self.prototypes.values())
@@ -183,20 +184,22 @@ class ToolEnv(ForkableEnv):
 
     def _step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         parsed = self.call_format.parse(action, self._tools)
-        episode = self.episode
-        self._episode = episode = replace(episode, turns=(*episode.turns, action), parsed=(*episode.parsed, parsed))
+        before = self.episode
+        turns, parsed_turns = (*before.turns, action), (*before.parsed, parsed)
         self._render_human(action)
         if parsed.answer is not None and not parsed.calls:
-            self._episode = replace(episode, answer=parsed.answer)
-            return self._end("answer", parsed=parsed)
-        if len(episode.turns) >= self.max_turns:  # nobody would read the results: the calls are not run
-            return self._end("max_turns", parsed=parsed)
+            return self._end(Episode(before.task, turns, parsed_turns, before.observations, before.calls, parsed.answer, "answer"), parsed)
+        if len(turns) >= self.max_turns:  # nobody would read the results: the calls are not run
+            return self._end(Episode(before.task, turns, parsed_turns, before.observations, before.calls, None, "max_turns"), parsed)
         executed: list[ExecutedCall] = []
-        results = [(call, *self._execute(call, executed)) for call in parsed.calls]
-        calls = [_describe(call, result, reached) for call, result, reached in results]
-        shown = [(call.name, self._shorten(result)) for call, result, _ in results]
+        calls: list[dict[str, Any]] = []
+        shown: list[tuple[str, ToolResult]] = []
+        for call in parsed.calls:
+            result, reached = self._execute(call, executed)
+            calls.append(_describe(call, result, reached))
+            shown.append((call.name, self._shorten(result)))
         observation = self._observation(shown, parsed.errors)
-        self._episode = replace(episode, calls=(*episode.calls, *executed), observations=(*episode.observations, observation))
+        self._episode = Episode(before.task, turns, parsed_turns, (*before.observations, observation), (*before.calls, *executed))
         self._render_human(observation)
         return observation, 0.0, False, False, self._info(parsed, calls, self._messages(observation, shown, parsed.errors))
 
@@ -205,7 +208,7 @@ class ToolEnv(ForkableEnv):
         if not reason:
             raise ValueError("reason must say why the episode ends, got an empty string")
         self._check_running()
-        return self._end(reason)
+        return self._end(replace(self.episode, stop_reason=reason))
 
     def _check_running(self) -> None:
         if self._closed:
@@ -213,15 +216,15 @@ class ToolEnv(ForkableEnv):
         if self.episode.stop_reason:
             raise ResetNeeded(f"the episode ended ({self.episode.stop_reason}); call reset()")
 
-    def _end(self, reason: str, *, parsed: ParsedTurn | None = None, calls: Sequence[dict[str, Any]] = ()) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        self._episode = replace(self.episode, stop_reason=reason)
-        score = self.reward(self._episode.task, self._episode)
+    def _end(self, episode: Episode, parsed: ParsedTurn | None = None) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._episode = episode
+        score = self.reward(episode.task, episode)
         if score.value is not None and not math.isfinite(score.value):
-            raise ValueError(f"{type(self.reward).__name__} must give a finite reward or None, got {score.value!r} for task {self._episode.task.id!r}")
-        terminated = reason == "answer"
+            raise ValueError(f"{type(self.reward).__name__} must give a finite reward or None, got {score.value!r} for task {episode.task.id!r}")
+        terminated = episode.stop_reason == "answer"
         reward = score.value if score.value is not None else 0.0
-        self._render_human(f"[{reason}, reward {reward if score.value is not None else 'unscored'}]")
-        return "", float(reward), terminated, not terminated, self._info(parsed, calls, score=score)
+        self._render_human(f"[{episode.stop_reason}, reward {reward if score.value is not None else 'unscored'}]")
+        return "", float(reward), terminated, not terminated, self._info(parsed, score=score)
 
     def _choose_task(self, wanted: Any) -> Task:
         if wanted is None:
@@ -239,7 +242,7 @@ class ToolEnv(ForkableEnv):
     def _opening(self, task: Task) -> list[dict[str, str]]:
         system = self.system_prompt if self.system_prompt is not None else task.system_prompt
         if system is None:
-            system = self.call_format.system_prompt(list(self.prototypes.values()))
+            system = self._instructions
         user = {"role": "user", "content": task.question}
         return [{"role": "system", "content": system}, user] if system else [user]
 
@@ -281,8 +284,9 @@ class ToolEnv(ForkableEnv):
                 result = call_tool(instance, call.arguments, self.telemetry)
             except DeadlineExceeded:
                 result = self._abandon(instance)
-        counts = {f"{call.name}.calls": 1.0, f"{call.name}.seconds": time.monotonic() - start}
-        self.telemetry.add(**counts | ({f"{call.name}.{result.error}": 1.0} if result.error else {}))
+        self.telemetry.add(**{f"{call.name}.calls": 1.0, f"{call.name}.seconds": time.monotonic() - start})
+        if result.error:
+            self.telemetry.add(**{f"{call.name}.{result.error}": 1.0})
         executed.append(ExecutedCall(call.name, call.arguments, result))
         return result, True
 
