@@ -29,57 +29,26 @@ Wall-clock values (seconds per tool, timeouts, retries) go to ``env.telemetry``,
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 
 from arpo_env._deadline import DeadlineExceeded, call_with_deadline
-from arpo_env._together import all_or_none
 from arpo_env.calling import Slots, Telemetry, bind_tool, call_tool, check_prototypes, copy_arguments, weakest_isolation
+from arpo_env.episode import Episode, ExecutedCall
 from arpo_env.forking import STRENGTH, ForkableEnv, ForkError, TextSpace, fork, fork_support
 from arpo_env.formats import CallFormat, ParsedTurn, Tags, ToolCall
 from arpo_env.rewards import HierarchicalReward, Reward, Score, as_reward, check_task
 from arpo_env.task import Task, TaskSet, TaskSource
+from arpo_env.tool_forks import fork_tool
 from arpo_env.tools.base import ForkSupport, Tool, ToolResult, check_arguments
 
 __all__ = ["Episode", "ExecutedCall", "ForkError", "ForkableEnv", "Telemetry", "TextSpace", "ToolEnv", "fork", "fork_support"]
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutedCall:
-    """A call that reached its tool."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    result: ToolResult
-
-    @property
-    def ok(self) -> bool:
-        return self.result.ok
-
-    @property
-    def error(self) -> str | None:
-        return self.result.error
-
-
-@dataclass(frozen=True, slots=True)
-class Episode:
-    """All that happened since ``reset``. Immutable: forks share it, a step replaces it."""
-
-    task: Task
-    turns: tuple[str, ...] = ()
-    """The policy's own text, one entry a turn."""
-    parsed: tuple[ParsedTurn, ...] = ()
-    observations: tuple[str, ...] = ()
-    calls: tuple[ExecutedCall, ...] = ()
-    answer: str | None = None
-    stop_reason: str = ""
 
 
 class ToolEnv(ForkableEnv):
@@ -335,38 +304,15 @@ class ToolEnv(ForkableEnv):
         twins = super().fork_many(n)
         try:
             for name, instance in self._tools.items():
-                for twin, copied in zip(twins, self._fork_tool(instance, [twin._tools for twin in twins]), strict=True):
+                others = [twin._tools for twin in twins]
+                copies = fork_tool(instance, others, prototype=self.prototypes[name], episode=self.episode, telemetry=self.telemetry)
+                for twin, copied in zip(twins, copies, strict=True):
                     twin._tools[name] = copied
         except Exception as error:
             for twin in twins:
                 twin.close()
             raise ForkError(f"tool {name!r} ({instance.fork_support}) cannot be forked: {type(error).__name__}: {error}") from error
         return twins
-
-    def _fork_tool(self, instance: Tool, others: Sequence[Mapping[str, Tool]]) -> list[Tool]:
-        if instance.fork_support != "replay" or type(instance).fork_with is not Tool.fork_with:  # with its own, a tool replays itself
-            return instance.fork_with(others)
-        return all_or_none(len(others), functools.partial(self._replayed, instance), lambda twin: twin.close())
-
-    def _replayed(self, instance: Tool) -> Tool:
-        """A fresh instance brought to the state of ``instance`` by the recorded calls, each result compared."""
-        twin = self.prototypes[instance.name].bind()
-        try:
-            twin.start_episode(self.episode.task)
-            for number, call in self._since_state_was_lost(instance.name):
-                result = call_tool(twin, call.arguments, self.telemetry)
-                if (result.text, result.ok) != (call.result.text, call.result.ok):
-                    raise ForkError(f"replay of call {number} gave {result.text!r:.80}, recorded was {call.result.text!r:.80}; it is not deterministic")
-        except BaseException:
-            twin.close()
-            raise
-        return twin
-
-    def _since_state_was_lost(self, name: str) -> list[tuple[int, ExecutedCall]]:
-        """The numbered calls of a tool that made its present state: those after the last that lost it."""
-        calls = list(enumerate(call for call in self.episode.calls if call.name == name))
-        lost = [number for number, call in calls if call.result.state == "lost"]
-        return calls[lost[-1] + 1 :] if lost else calls
 
     # -- info and rendering --------------------------------------------------------------------------------------------------------------------------
 
