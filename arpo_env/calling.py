@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from arpo_env._deadline import DeadlineExceeded, call_with_deadline
@@ -46,14 +46,14 @@ class Slots(Shared):
         self._limit = limit
         self._places: dict[int, threading.BoundedSemaphore] = {}
 
-    @contextlib.contextmanager
-    def place(self) -> Iterator[None]:
-        """Wait for a place and hold it."""
+    def place(self) -> AbstractContextManager[Any]:
+        """Waits for a place where it is entered, and holds it."""
         if self._limit is None:
-            yield
-            return
-        with self._places.setdefault(os.getpid(), threading.BoundedSemaphore(self._limit)):
-            yield
+            return _UNLIMITED
+        return self._places.setdefault(os.getpid(), threading.BoundedSemaphore(self._limit))
+
+
+_UNLIMITED = nullcontext()
 
 
 def check_prototypes(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
@@ -96,9 +96,11 @@ def call_tool(instance: Tool, arguments: Mapping[str, Any], telemetry: Telemetry
 
 def _attempt(instance: Tool, arguments: Mapping[str, Any], deadline: float | None) -> ToolResult:
     own = copy_arguments(arguments)  # the recorded call stays as the policy wrote it
-    run = functools.partial(instance.call, **own)
     try:
-        result = run() if deadline is None else call_with_deadline(run, max(deadline - time.monotonic(), 1e-3))
+        if deadline is None:
+            result = instance.call(**own)
+        else:
+            result = call_with_deadline(functools.partial(instance.call, **own), max(deadline - time.monotonic(), 1e-3))
     except DeadlineExceeded:
         raise
     except (Exception, SystemExit) as error:

@@ -29,57 +29,26 @@ Wall-clock values (seconds per tool, timeouts, retries) go to ``env.telemetry``,
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 
 from arpo_env._deadline import DeadlineExceeded, call_with_deadline
-from arpo_env._together import all_or_none
 from arpo_env.calling import Slots, Telemetry, bind_tool, call_tool, check_prototypes, copy_arguments, weakest_isolation
+from arpo_env.episode import Episode, ExecutedCall
 from arpo_env.forking import STRENGTH, ForkableEnv, ForkError, TextSpace, fork, fork_support
 from arpo_env.formats import CallFormat, ParsedTurn, Tags, ToolCall
 from arpo_env.rewards import HierarchicalReward, Reward, Score, as_reward, check_task
 from arpo_env.task import Task, TaskSet, TaskSource
+from arpo_env.tool_forks import fork_tool
 from arpo_env.tools.base import ForkSupport, Tool, ToolResult, check_arguments
 
 __all__ = ["Episode", "ExecutedCall", "ForkError", "ForkableEnv", "Telemetry", "TextSpace", "ToolEnv", "fork", "fork_support"]
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutedCall:
-    """A call that reached its tool."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    result: ToolResult
-
-    @property
-    def ok(self) -> bool:
-        return self.result.ok
-
-    @property
-    def error(self) -> str | None:
-        return self.result.error
-
-
-@dataclass(frozen=True, slots=True)
-class Episode:
-    """All that happened since ``reset``. Immutable: forks share it, a step replaces it."""
-
-    task: Task
-    turns: tuple[str, ...] = ()
-    """The policy's own text, one entry a turn."""
-    parsed: tuple[ParsedTurn, ...] = ()
-    observations: tuple[str, ...] = ()
-    calls: tuple[ExecutedCall, ...] = ()
-    answer: str | None = None
-    stop_reason: str = ""
 
 
 class ToolEnv(ForkableEnv):
@@ -103,7 +72,7 @@ class ToolEnv(ForkableEnv):
     metadata: dict[str, Any] = {"render_modes": ["ansi", "human"], "render_fps": 1}  # noqa: RUF012 - Gymnasium's own convention
     shared: ClassVar[frozenset[str]] = ForkableEnv.shared | {
         "tasks", "prototypes", "call_format", "reward", "max_turns", "max_tool_calls", "max_observation_chars", "system_prompt",
-        "stop_strings", "tool_schemas", "telemetry", "isolation", "_slots", "_episode", "_tools",
+        "stop_strings", "tool_schemas", "telemetry", "isolation", "_instructions", "_slots", "_episode", "_tools",
     }  # fmt: skip
 
     def __init__(
@@ -140,6 +109,7 @@ class ToolEnv(ForkableEnv):
         self.system_prompt = system_prompt
         self.render_mode = render_mode
         self.stop_strings: tuple[str, ...] = self.call_format.stop_strings(list(self.prototypes.values()))
+        self._instructions = self.call_format.system_prompt(list(self.prototypes.values()))
         self.tool_schemas = [prototype.schema() for prototype in self.prototypes.values()]
         self.telemetry = Telemetry()
         self.isolation = weakest_isolation(self.prototypes.values())
@@ -183,20 +153,22 @@ class ToolEnv(ForkableEnv):
 
     def _step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         parsed = self.call_format.parse(action, self._tools)
-        episode = self.episode
-        self._episode = episode = replace(episode, turns=(*episode.turns, action), parsed=(*episode.parsed, parsed))
+        before = self.episode
+        turns, parsed_turns = (*before.turns, action), (*before.parsed, parsed)
         self._render_human(action)
         if parsed.answer is not None and not parsed.calls:
-            self._episode = replace(episode, answer=parsed.answer)
-            return self._end("answer", parsed=parsed)
-        if len(episode.turns) >= self.max_turns:  # nobody would read the results: the calls are not run
-            return self._end("max_turns", parsed=parsed)
+            return self._end(Episode(before.task, turns, parsed_turns, before.observations, before.calls, parsed.answer, "answer"), parsed)
+        if len(turns) >= self.max_turns:  # nobody would read the results: the calls are not run
+            return self._end(Episode(before.task, turns, parsed_turns, before.observations, before.calls, None, "max_turns"), parsed)
         executed: list[ExecutedCall] = []
-        results = [(call, *self._execute(call, executed)) for call in parsed.calls]
-        calls = [_describe(call, result, reached) for call, result, reached in results]
-        shown = [(call.name, self._shorten(result)) for call, result, _ in results]
+        calls: list[dict[str, Any]] = []
+        shown: list[tuple[str, ToolResult]] = []
+        for call in parsed.calls:
+            result, reached = self._execute(call, executed)
+            calls.append(_describe(call, result, reached))
+            shown.append((call.name, self._shorten(result)))
         observation = self._observation(shown, parsed.errors)
-        self._episode = replace(episode, calls=(*episode.calls, *executed), observations=(*episode.observations, observation))
+        self._episode = Episode(before.task, turns, parsed_turns, (*before.observations, observation), (*before.calls, *executed))
         self._render_human(observation)
         return observation, 0.0, False, False, self._info(parsed, calls, self._messages(observation, shown, parsed.errors))
 
@@ -205,7 +177,7 @@ class ToolEnv(ForkableEnv):
         if not reason:
             raise ValueError("reason must say why the episode ends, got an empty string")
         self._check_running()
-        return self._end(reason)
+        return self._end(replace(self.episode, stop_reason=reason))
 
     def _check_running(self) -> None:
         if self._closed:
@@ -213,15 +185,15 @@ class ToolEnv(ForkableEnv):
         if self.episode.stop_reason:
             raise ResetNeeded(f"the episode ended ({self.episode.stop_reason}); call reset()")
 
-    def _end(self, reason: str, *, parsed: ParsedTurn | None = None, calls: Sequence[dict[str, Any]] = ()) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        self._episode = replace(self.episode, stop_reason=reason)
-        score = self.reward(self._episode.task, self._episode)
+    def _end(self, episode: Episode, parsed: ParsedTurn | None = None) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._episode = episode
+        score = self.reward(episode.task, episode)
         if score.value is not None and not math.isfinite(score.value):
-            raise ValueError(f"{type(self.reward).__name__} must give a finite reward or None, got {score.value!r} for task {self._episode.task.id!r}")
-        terminated = reason == "answer"
+            raise ValueError(f"{type(self.reward).__name__} must give a finite reward or None, got {score.value!r} for task {episode.task.id!r}")
+        terminated = episode.stop_reason == "answer"
         reward = score.value if score.value is not None else 0.0
-        self._render_human(f"[{reason}, reward {reward if score.value is not None else 'unscored'}]")
-        return "", float(reward), terminated, not terminated, self._info(parsed, calls, score=score)
+        self._render_human(f"[{episode.stop_reason}, reward {reward if score.value is not None else 'unscored'}]")
+        return "", float(reward), terminated, not terminated, self._info(parsed, score=score)
 
     def _choose_task(self, wanted: Any) -> Task:
         if wanted is None:
@@ -239,7 +211,7 @@ class ToolEnv(ForkableEnv):
     def _opening(self, task: Task) -> list[dict[str, str]]:
         system = self.system_prompt if self.system_prompt is not None else task.system_prompt
         if system is None:
-            system = self.call_format.system_prompt(list(self.prototypes.values()))
+            system = self._instructions
         user = {"role": "user", "content": task.question}
         return [{"role": "system", "content": system}, user] if system else [user]
 
@@ -281,8 +253,9 @@ class ToolEnv(ForkableEnv):
                 result = call_tool(instance, call.arguments, self.telemetry)
             except DeadlineExceeded:
                 result = self._abandon(instance)
-        counts = {f"{call.name}.calls": 1.0, f"{call.name}.seconds": time.monotonic() - start}
-        self.telemetry.add(**counts | ({f"{call.name}.{result.error}": 1.0} if result.error else {}))
+        self.telemetry.add(**{f"{call.name}.calls": 1.0, f"{call.name}.seconds": time.monotonic() - start})
+        if result.error:
+            self.telemetry.add(**{f"{call.name}.{result.error}": 1.0})
         executed.append(ExecutedCall(call.name, call.arguments, result))
         return result, True
 
@@ -331,38 +304,15 @@ class ToolEnv(ForkableEnv):
         twins = super().fork_many(n)
         try:
             for name, instance in self._tools.items():
-                for twin, copied in zip(twins, self._fork_tool(instance, [twin._tools for twin in twins]), strict=True):
+                others = [twin._tools for twin in twins]
+                copies = fork_tool(instance, others, prototype=self.prototypes[name], episode=self.episode, telemetry=self.telemetry)
+                for twin, copied in zip(twins, copies, strict=True):
                     twin._tools[name] = copied
         except Exception as error:
             for twin in twins:
                 twin.close()
             raise ForkError(f"tool {name!r} ({instance.fork_support}) cannot be forked: {type(error).__name__}: {error}") from error
         return twins
-
-    def _fork_tool(self, instance: Tool, others: Sequence[Mapping[str, Tool]]) -> list[Tool]:
-        if instance.fork_support != "replay" or type(instance).fork_with is not Tool.fork_with:  # with its own, a tool replays itself
-            return instance.fork_with(others)
-        return all_or_none(len(others), functools.partial(self._replayed, instance), lambda twin: twin.close())
-
-    def _replayed(self, instance: Tool) -> Tool:
-        """A fresh instance brought to the state of ``instance`` by the recorded calls, each result compared."""
-        twin = self.prototypes[instance.name].bind()
-        try:
-            twin.start_episode(self.episode.task)
-            for number, call in self._since_state_was_lost(instance.name):
-                result = call_tool(twin, call.arguments, self.telemetry)
-                if (result.text, result.ok) != (call.result.text, call.result.ok):
-                    raise ForkError(f"replay of call {number} gave {result.text!r:.80}, recorded was {call.result.text!r:.80}; it is not deterministic")
-        except BaseException:
-            twin.close()
-            raise
-        return twin
-
-    def _since_state_was_lost(self, name: str) -> list[tuple[int, ExecutedCall]]:
-        """The numbered calls of a tool that made its present state: those after the last that lost it."""
-        calls = list(enumerate(call for call in self.episode.calls if call.name == name))
-        lost = [number for number, call in calls if call.result.state == "lost"]
-        return calls[lost[-1] + 1 :] if lost else calls
 
     # -- info and rendering --------------------------------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,9 @@ step count, while ``get_wrapper_attr("fork")()`` would silently drop the wrapper
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self, TypeVar, cast, overload
 
 import gymnasium
@@ -60,24 +61,28 @@ class TextSpace(gymnasium.spaces.Text):
     def __deepcopy__(self, memo: dict[int, Any]) -> TextSpace:
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)  # the character tables are never written to
-        twin._np_random = copy.deepcopy(self._np_random, memo)
+        if self._np_random is not None:
+            twin._np_random = copy.deepcopy(self._np_random, memo)
         return twin
 
 
 _IMMUTABLE = frozenset({type(None), bool, int, float, str, bytes})
 
 
-def _copy_generator(generator: np.random.Generator) -> np.random.Generator:
-    """An independent generator in the same state, for the kind that Gymnasium makes in a third of the time that ``deepcopy`` takes."""
+def _frozen(generator: np.random.Generator) -> Callable[[], np.random.Generator]:
+    """Makes independent generators in the state that ``generator`` has now: later, as most forks never draw and making one costs half of a fork."""
     bits = generator.bit_generator
     if type(generator) is not np.random.Generator or type(bits) is not np.random.PCG64 or type(bits.seed_seq) is not np.random.SeedSequence:
-        return copy.deepcopy(generator)
+        return functools.partial(copy.deepcopy, copy.deepcopy(generator))
     seeds = bits.seed_seq
-    twin = np.random.PCG64(
-        np.random.SeedSequence(seeds.entropy, spawn_key=seeds.spawn_key, pool_size=seeds.pool_size, n_children_spawned=seeds.n_children_spawned)
-    )
-    twin.state = bits.state
-    return np.random.Generator(twin)
+    return functools.partial(_pcg64, bits.state, seeds.entropy, seeds.spawn_key, seeds.pool_size, seeds.n_children_spawned)
+
+
+def _pcg64(state: Any, entropy: Any, spawn_key: Any, pool_size: int, spawned: int) -> np.random.Generator:
+    """The kind of generator that Gymnasium makes, in a third of the time that ``deepcopy`` takes."""
+    bits = np.random.PCG64(np.random.SeedSequence(entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=spawned))
+    bits.state = state
+    return np.random.Generator(bits)
 
 
 class ForkableEnv(gymnasium.Env[str, str]):
@@ -88,11 +93,12 @@ class ForkableEnv(gymnasium.Env[str, str]):
     """
 
     metadata: dict[str, Any] = {"render_modes": [], "render_fps": 1}  # noqa: RUF012 - Gymnasium's own convention
-    shared: ClassVar[frozenset[str]] = frozenset({"spec", "metadata", "render_mode"})
+    shared: ClassVar[frozenset[str]] = frozenset({"spec", "metadata", "render_mode", "_at_fork"})
     fork_support: ForkSupport = "native"
 
     _closed = False
     _running = False
+    _at_fork: Callable[[], np.random.Generator] | None = None
 
     def __init__(self) -> None:
         self.action_space = TextSpace()
@@ -104,6 +110,17 @@ class ForkableEnv(gymnasium.Env[str, str]):
         super().reset(seed=seed)
         self._running = True
         return "", {}
+
+    @property
+    def np_random(self) -> np.random.Generator:
+        """As in Gymnasium. That of a fork is made when it is first asked for, in the state that its parent's had."""
+        if self._np_random is None and self._at_fork is not None:
+            self._np_random = self._at_fork()
+        return super().np_random
+
+    @np_random.setter
+    def np_random(self, value: np.random.Generator) -> None:
+        self._np_random, self._np_random_seed = value, -1  # Gymnasium's mark of a generator whose seed is not known
 
     def close(self) -> None:
         """Free what this copy holds; forks and parents go on. Idempotent."""
@@ -129,10 +146,13 @@ class ForkableEnv(gymnasium.Env[str, str]):
     def _copied(self) -> Self:
         twin = object.__new__(type(self))
         memo: dict[int, Any] = {id(self): twin}
-        if self._np_random is not None:
-            memo[id(self._np_random)] = _copy_generator(self._np_random)
-        for name, value in vars(self).items():
-            twin.__dict__[name] = value if type(value) in _IMMUTABLE or name in self.shared else copy.deepcopy(value, memo)
+        own = {name: value for name, value in vars(self).items() if name not in self.shared and type(value) not in _IMMUTABLE}
+        generator = own.pop("_np_random", None)
+        twin.__dict__.update(vars(self))
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in own.items()})
+        if generator is not None:
+            twin._np_random = memo.get(id(generator))  # where it is an attribute under another name too
+            twin._at_fork = _frozen(generator)
         return twin
 
     def _fork_into(self, twin: Self) -> None:

@@ -27,7 +27,7 @@ from arpo_env.math_grading import math_equal, require_math_verify
 from arpo_env.task import Task
 
 if TYPE_CHECKING:
-    from arpo_env.core import Episode
+    from arpo_env.episode import Episode
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from arpo_env.tools.base import Tool, ToolResult
 
@@ -82,25 +81,6 @@ def boxed(text: str) -> str | None:
 
 
 _BRACES = re.compile(r"\\{1,2}boxed\s*\{|\\\\|\\[{}]|[{}]")
-
-
-class Tag(NamedTuple):
-    name: str
-    closing: bool
-    start: int
-    end: int
-
-    def __str__(self) -> str:
-        return f"</{self.name}>" if self.closing else f"<{self.name}>"
-
-
-def find_tags(text: str, names: Iterable[str]) -> list[Tag]:
-    return [Tag(m.group(2), bool(m.group(1)), m.start(), m.end()) for m in _tag_pattern(tuple(names)).finditer(text)]
-
-
-@functools.lru_cache(maxsize=256)
-def _tag_pattern(names: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile(f"<(/?)({'|'.join(map(re.escape, names))})>")
 
 
 def listed(names: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from arpo_env.formats.base import UNCLOSED_THOUGHT, ParsedTurn, ToolCall, after_space, boxed, find_tags, listed, read_json, read_json_prefix
+from arpo_env.formats.base import UNCLOSED_THOUGHT, ParsedTurn, ToolCall, after_space, boxed, listed, read_json, read_json_prefix
 from arpo_env.tools.base import Tool, ToolResult
 
 
@@ -71,6 +71,7 @@ class Hermes:
 
 
 _HERMES_TAG = re.compile(r"<(/?)(think|tool_call|answer)>")
+_THINK = re.compile(r"</?think>")
 
 
 class _HermesReader:
@@ -88,8 +89,8 @@ class _HermesReader:
         self.violated = "<tool_response>" in text or "</tool_response>" in text
 
     def read(self) -> None:
-        first = next((tag for tag in find_tags(self.text, ["think"])), None)
-        position = first.end if first is not None and first.closing else 0
+        first = _THINK.search(self.text)
+        position = first.end() if first is not None and first.group() == "</think>" else 0
         while match := _HERMES_TAG.search(self.text, position):
             self.plain.append(self.text[position : match.start()])
             closing, name = bool(match.group(1)), match.group(2)

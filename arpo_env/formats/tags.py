@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from arpo_env.formats.base import UNCLOSED_THOUGHT, ParsedTurn, Tag, ToolCall, boxed, find_tags, listed, read_json
+from arpo_env.formats.base import UNCLOSED_THOUGHT, ParsedTurn, ToolCall, boxed, listed, read_json
 from arpo_env.tools.base import Tool, ToolResult
 
 _CLOSING = re.compile(r"</([A-Za-z_][\w-]{0,63})>")
@@ -39,24 +40,25 @@ class Tags:
 
     def parse(self, text: str, tools: Mapping[str, Tool], /) -> ParsedTurn:
         """What the turn says up to the first closing tag of a tool or of ``<answer>``, outside thoughts. What follows cannot change it."""
-        tags = find_tags(text, dict.fromkeys(["think", "answer", *tools]))
-        outside, unclosed_thought = _outside_thoughts(tags)
-        end = next((i for i, tag in enumerate(outside) if tag.closing and tag.name != "think"), None)
+        pieces = _tag(("think", "answer", *tools)).split(text)  # text, tag, text, ..., tag, text
+        outside, unclosed_thought = _outside_thoughts(pieces)
+        end = next((i for i, place in enumerate(outside) if pieces[place].startswith("</") and pieces[place] != "</think>"), None)
         if end is None:
-            return self._without_end(text, outside, unclosed_thought, tools)
+            return self._without_end(text, [pieces[place] for place in outside], unclosed_thought, tools)
         closing = outside[end]
-        openings = [tag for tag in outside[:end] if not tag.closing]
-        if [tag.name for tag in openings] != [closing.name]:
-            found = f"the open tags before it are {listed(map(str, openings))}"
-            return _failed(f"{closing} must close one <{closing.name}>, but {found}; {_expected(tools)}")
+        name = pieces[closing][2:-1]
+        openings = [place for place in outside[:end] if pieces[place] != "</think>"]
+        if [pieces[place] for place in openings] != [f"<{name}>"]:
+            found = f"the open tags before it are {listed(pieces[place] for place in openings)}"
+            return _failed(f"</{name}> must close one <{name}>, but {found}; {_expected(tools)}")
         opening = openings[0]
-        content = text[opening.end : closing.start]
-        if self._holds_mark(content) or any(opening.end <= tag.start < closing.start for tag in tags):
-            return _failed(f"the text between <{closing.name}> and {closing} must hold no tag of the format, got {content.strip()!r:.80}")
-        alone = outside == [opening, closing] and not unclosed_thought and not self._holds_mark(text)
-        strict = alone and (not self.needs_thought or tags[0].name == "think")
-        if closing.name != "answer":
-            return _tag_call(tools[closing.name], content, strict)
+        content = "".join(pieces[opening + 1 : closing])
+        marked = self._holds_mark(text)
+        if closing - opening > 2 or (marked and self._holds_mark(content)):
+            return _failed(f"the text between <{name}> and </{name}> must hold no tag of the format, got {content.strip()!r:.80}")
+        strict = outside == [opening, closing] and not unclosed_thought and not marked and (not self.needs_thought or pieces[1] == "<think>")
+        if name != "answer":
+            return _tag_call(tools[name], content, strict)
         in_box = boxed(content)
         answer = content.strip() if in_box is None else in_box
         if not answer:
@@ -89,15 +91,16 @@ class Tags:
         return f"{self.result_prefix}Error: {message}{self.result_suffix}"
 
     def _holds_mark(self, text: str) -> bool:
-        return any(mark in text for mark in (self.result_prefix.strip(), self.result_suffix.strip()) if mark)
+        prefix, suffix = self.result_prefix.strip(), self.result_suffix.strip()
+        return (prefix != "" and prefix in text) or (suffix != "" and suffix in text)
 
-    def _without_end(self, text: str, outside: Sequence[Tag], unclosed_thought: bool, tools: Mapping[str, Tool]) -> ParsedTurn:
+    def _without_end(self, text: str, outside: Sequence[str], unclosed_thought: bool, tools: Mapping[str, Tool]) -> ParsedTurn:
         """What a turn without any closing tag of the format says: nothing, or a call of a tool that is not there."""
         if unclosed_thought:
             return _failed(f"{UNCLOSED_THOUGHT}; {_expected(tools)}")
-        opened = next((tag.name for tag in outside if not tag.closing), None)
+        opened = next((tag for tag in outside if tag != "</think>"), None)
         if opened is not None:
-            return _failed(f"<{opened}> was not closed: expected </{opened}> after it")
+            return _failed(f"{opened} was not closed: expected </{opened[1:]} after it")
         spoken = text.rpartition("</think>")[2]
         closed = next((name for name in _CLOSING.findall(spoken) if f"<{name}>" in spoken), None)
         if closed is not None and not self._holds_mark(f"<{closed}>"):
@@ -158,9 +161,9 @@ def _typed(value: str, tool: Tool, name: str) -> Any:
     """``value`` as the JSON type that the schema gives ``name``, where it reads as one; else unchanged, for ``check_arguments`` to judge."""
     schema = tool.parameters.get("properties", {}).get(name, {})
     kinds = [option.get("type") for option in schema.get("anyOf", [schema])]
-    types = tuple(t for kind, t in _SCALARS if kind in kinds)
-    if not types or "string" in kinds:
+    if "string" in kinds:
         return value
+    types = tuple(t for kind, t in _SCALARS if kind in kinds)
     try:
         parsed = read_json(value.lower() if "boolean" in kinds else value)
     except ValueError:
@@ -171,15 +174,21 @@ def _typed(value: str, tool: Tool, name: str) -> Any:
 _SCALARS: tuple[tuple[str, type], ...] = (("integer", int), ("number", int), ("number", float), ("boolean", bool))
 
 
-def _outside_thoughts(tags: Iterable[Tag]) -> tuple[list[Tag], bool]:
-    """The tags that stand in no thought, and whether the last thought was left open. A ``</think>`` that closes nothing is kept."""
-    outside: list[Tag] = []
+@functools.lru_cache(maxsize=256)
+def _tag(names: tuple[str, ...]) -> re.Pattern[str]:
+    """Matches an opening or closing tag of any of ``names``; its one group is all of it, so that ``split`` keeps the tags."""
+    return re.compile(f"(</?(?:{'|'.join(map(re.escape, names))})>)")
+
+
+def _outside_thoughts(pieces: Sequence[str]) -> tuple[list[int], bool]:
+    """The places of the tags that stand in no thought, and whether the last thought was left open. A ``</think>`` that closes nothing is kept."""
+    outside: list[int] = []
     thinking = False
-    for tag in tags:
+    for place in range(1, len(pieces), 2):
         if thinking:
-            thinking = (tag.name, tag.closing) != ("think", True)
-        elif (tag.name, tag.closing) == ("think", False):
+            thinking = pieces[place] != "</think>"
+        elif pieces[place] == "<think>":
             thinking = True
         else:
-            outside.append(tag)
+            outside.append(place)
     return outside, thinking

@@ -130,8 +130,7 @@ class Tool:
     @property
     def main_argument(self) -> str | None:
         """The argument that the text between ``<name>`` and ``</name>`` goes to: the first required one, else the first."""
-        names = [*self.parameters.get("required", ()), *self.parameters.get("properties", {})]
-        return names[0] if names else None
+        return next(iter(self.parameters.get("required") or self.parameters.get("properties", ())), None)
 
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")

@@ -3,6 +3,8 @@
     python benchmarks/performance/environments.py [--short] [--out part.json]
 
 All play the same episode: eight turns ``<think>..</think><calc>a*b</calc>`` and an answer, with a calculator that counts its calls. No model is involved.
+They do not all do the same: the barest use of a library stands beside the environment that the library itself brings, and a row's note says what is left out.
+``ToolEnv`` parses by the rules of its format, checks arguments against the schema, makes exceptions observations, keeps the episode and fills the ``info``.
 Speeds are per CPU second of the process (so a loaded machine matters less); every repetition plays all of them once, in rotating order; shown are the median
 over repetitions and the median of the ratios within a repetition, of ``ToolEnv`` to each of the others. Memory of a fork is what Python has allocated for it
 (tracemalloc) while many are alive, after four calls. A copy is called right when a call in the copy is counted there and not in its parent. Then how
@@ -63,6 +65,8 @@ class Peer:
     fork: Callable[[Any], Any]
     calls: Callable[[Any], int]
     """Calls that its own calculator has counted."""
+    note: str = ""
+    """What it does less than ours does, or than the library's own environments do."""
 
 
 # -- plain Gymnasium and this project ------------------------------------------------------------------------------------------------------------------
@@ -119,7 +123,8 @@ def gym_step(env: Any, text: str) -> object:
 
 
 def own_peers() -> Iterator[Peer]:
-    yield Peer("Gymnasium, by hand", "gymnasium", Plain, gym_reset, gym_step, copy.deepcopy, lambda env: env.calls)
+    less = "nothing but this task: a pattern and a comparison, an empty info"
+    yield Peer("Gymnasium, by hand", "gymnasium", Plain, gym_reset, gym_step, copy.deepcopy, lambda env: env.calls, less)
     for name, timeout in ((OURS, None), ("arpo ToolEnv, calls under a deadline", 30.0)):
         yield Peer(
             name, "arpo_env", lambda timeout=timeout: tool_env(timeout), gym_reset, gym_step, arpo_env.fork, lambda env: env.unwrapped._tools["calc"].calls
@@ -130,7 +135,9 @@ def own_peers() -> Iterator[Peer]:
 
 
 def gem_peers() -> Iterator[Peer]:
+    from datasets import Dataset, disable_progress_bars
     from gem.core import Env
+    from gem.envs.qa_env import QaEnv
     from gem.tools.base_tool import BaseTool
     from gem.tools.tool_env_wrapper import ToolEnvWrapper
 
@@ -165,28 +172,53 @@ def gem_peers() -> Iterator[Peer]:
     def made() -> Any:
         return ToolEnvWrapper(Question(), tools=[Calc()], max_tool_uses=20)
 
+    disable_progress_bars()
+
+    def made_over_qa() -> Any:
+        return ToolEnvWrapper(QaEnv(dataset=Dataset.from_list(ROWS)), tools=[Calc()], max_tool_uses=20)
+
     def calls(env: Any) -> int:
         return int(getattr(env, "library_env", env).tools[0].calls)
 
-    yield Peer("GEM ToolEnvWrapper", "gem", made, lambda env: env.reset(seed=0), gym_step, copy.deepcopy, calls)
+    less = "the question is written by hand: one comparison; no check of arguments, a tool's exception is raised by step"
+    yield Peer("GEM ToolEnvWrapper", "gem", made, lambda env: env.reset(seed=0), gym_step, copy.deepcopy, calls, less)
     yield Peer("the same in arpo GemEnv", "gem", lambda: GemEnv(made, forks="copy"), gym_reset, gym_step, arpo_env.fork, calls)
+    yield Peer("GEM ToolEnvWrapper over its QaEnv", "gem", made_over_qa, lambda env: env.reset(seed=0), gym_step, copy.deepcopy, calls)
 
 
 def skyrl_peers() -> Iterator[Peer]:
     from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+    from skyrl_gym.envs.search.env import SearchEnv, SearchEnvConfig
     from skyrl_gym.tools.core import ToolGroup, tool
 
     from arpo_env.interop.skyrl_gym import SkyRLGymEnv
 
     class Calc(ToolGroup):  # type: ignore[misc]
+        """Under the names that the library's own environment calls it by."""
+
         def __init__(self) -> None:
             self.calls = 0
-            super().__init__(name="Calc")
+            super().__init__(name="SearchToolGroup")
 
         @tool
-        def calc(self, expression: str) -> str:
+        def search(self, expression: str) -> str:
             self.calls += 1
             return product(expression)
+
+    class Searching(SearchEnv):  # type: ignore[misc]
+        """The library's own environment of search, with the calculator as its search."""
+
+        def __init__(self) -> None:
+            super().__init__(SearchEnvConfig(), {"reward_spec": {"ground_truth": {"target": ["84"]}}, "max_turns": 20})
+            self.tool_group = Calc()
+            self.init_tool_groups([self.tool_group])
+
+        def init(self, prompt: Any) -> Any:
+            self.turns, self.chat_history = 0, []  # cheaper than a new environment, which the library makes for each episode
+            return super().init(prompt)
+
+        def _parse_action(self, action: str) -> list[str | None]:
+            return super()._parse_action(action.replace("calc>", "search>"))
 
     class Question(BaseTextEnv):  # type: ignore[misc]
         def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
@@ -196,7 +228,7 @@ def skyrl_peers() -> Iterator[Peer]:
         def step(self, action: str) -> BaseTextEnvStepOutput:
             self.turns += 1
             if call := _CALL.search(action):
-                text = self._execute_tool("Calc", "calc", [call.group(1)])
+                text = self._execute_tool("SearchToolGroup", "search", [call.group(1)])
                 return BaseTextEnvStepOutput(observations=[{"role": "user", "content": text}], reward=0.0, done=False, metadata={"tool_name": "calc"})
             answer = _ANSWER.search(action)
             return BaseTextEnvStepOutput(observations=[], reward=float(answer is not None and answer.group(1) == "84"), done=True, metadata={})
@@ -206,9 +238,11 @@ def skyrl_peers() -> Iterator[Peer]:
     def calls(env: Any) -> int:
         return int(getattr(env, "library_env", env).tool_groups[0].calls)
 
-    yield Peer("SkyRL-Gym ToolGroup", "skyrl_gym", Question, lambda env: env.init(prompt), gym_step, copy.deepcopy, calls)
+    less = "its step is written by hand: no record of the conversation, a tool's exception is raised by it, one comparison"
+    yield Peer("SkyRL-Gym ToolGroup", "skyrl_gym", Question, lambda env: env.init(prompt), gym_step, copy.deepcopy, calls, less)
     rows = [{"prompt": prompt}]
     yield Peer("the same in arpo SkyRLGymEnv", "skyrl_gym", lambda: SkyRLGymEnv(Question, rows, forks="copy"), gym_reset, gym_step, arpo_env.fork, calls)
+    yield Peer("SkyRL-Gym SearchEnv", "skyrl_gym", Searching, lambda env: env.init(prompt), gym_step, copy.deepcopy, calls)
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------------------------------------------
@@ -318,7 +352,7 @@ def comparisons(all_samples: Sequence[Samples]) -> list[comparison.Comparison]:
         note = "" if each.right else "its copy acts on its parent's tools"
         peer = each.peer.name
         lines += [
-            comparison.compared("steps", ours.speeds, each.speeds, peer=peer, unit="steps / CPU s", more_is_better=True),
+            comparison.compared("steps", ours.speeds, each.speeds, peer=peer, unit="steps / CPU s", more_is_better=True, note=each.peer.note),
             comparison.compared("fork", ours.forks_ms, each.forks_ms, peer=peer, unit="CPU ms", note=note),
             comparison.compared("memory of a fork", [ours.fork_kb], [each.fork_kb], peer=peer, unit="kB", note=note),
         ]

@@ -49,6 +49,14 @@ def test_gives_up_and_goes_on() -> None:
     assert stuck[0] not in _deadline._idle
 
 
+@pytest.mark.parametrize("seconds", [0.0, -0.5, -1.0])
+def test_a_deadline_that_has_passed_already(seconds: float) -> None:
+    free = threading.Event()
+    with pytest.raises(DeadlineExceeded):
+        call_with_deadline(free.wait, seconds)
+    free.set()
+
+
 def test_a_thread_is_used_again() -> None:
     first = call_with_deadline(threading.current_thread, 30.0)
     assert call_with_deadline(threading.current_thread, 30.0) is first

@@ -108,6 +108,19 @@ class TestParentUntouched:
         assert twin.np_random_seed == env.np_random_seed == 0
 
     @pytest.mark.parametrize("bits", [np.random.PCG64, np.random.Philox])
+    def test_the_generator_is_in_the_state_of_the_fork_whenever_it_is_asked_for(self, bits: Any) -> None:
+        """A fork makes its generator late; what the parent draws and spawns until then is not its business, nor that of its own forks."""
+        env = notebook_env()
+        env.reset(seed=0)
+        env.np_random = np.random.Generator(bits(5))
+        twin = env.fork()
+        late = twin.fork()
+        draws, child = env.np_random.random(3).tolist(), env.np_random.spawn(1)[0].random()
+        for each in (late, twin):
+            assert (each.np_random.random(3).tolist(), each.np_random.spawn(1)[0].random()) == (draws, child)
+        assert twin.fork().np_random.random() == twin.np_random.random() != draws[0]
+
+    @pytest.mark.parametrize("bits", [np.random.PCG64, np.random.Philox])
     def test_generators_of_any_kind_go_on_alike_and_spawn_alike(self, bits: Any) -> None:
         """Gymnasium's own kind takes a shorter way than ``deepcopy``; both must copy the state, the half-used word, and the count of spawned children."""
         env = started(Dice())
