@@ -37,7 +37,8 @@ from arpo_algo.policies.pool import EngineLost
 from arpo_algo.policies.server_http import ServerError
 from arpo_algo.policies.transformers import TransformersPolicy
 from arpo_algo.recording import write_rollouts
-from arpo_algo.rollout import RolloutConfig, sample_groups
+from arpo_algo.rollout import sample_groups
+from arpo_algo.rollout_config import RolloutConfig
 from arpo_algo.sampler import Sampler, run_async
 from arpo_algo.settings import SettingsError, build, flags, read_toml
 from arpo_algo.sft import SFTConfig, SFTLearner, sft

@@ -16,9 +16,11 @@ import numpy as np
 
 from arpo_algo.branching import NoBranching
 from arpo_algo.codec import Codec
+from arpo_algo.env_source import EnvSource
 from arpo_algo.metrics import correctness, count_calls, count_failures, mean_or_nan
 from arpo_algo.policies.base import Policy
-from arpo_algo.rollout import EnvSource, RolloutConfig, sample_groups
+from arpo_algo.rollout import sample_groups
+from arpo_algo.rollout_config import RolloutConfig
 from arpo_algo.tree import RolloutTree, Trajectory
 from arpo_env.task import Task
 
@@ -190,12 +192,11 @@ async def evaluate(
     samples: int = 1,
     temperature: float = 0.0,
     seed: int = 0,
-    on_group: Callable[[RolloutTree], None] | None = None,
 ) -> EvalResult:
     """Sample ``samples`` independent trajectories a task, without branching, and summarize them. ``temperature`` 0 is greedy."""
     config = replace(config, group_size=samples, initial=samples, temperature=temperature)
     options = [{"task": task} for task in tasks]
-    trees = await sample_groups(env, policy, codec, NoBranching(), config, options, seed=seed, on_group=on_group)
+    trees = await sample_groups(env, policy, codec, NoBranching(), config, options, seed=seed)
     return summarize(trees, seed=seed)
 
 

@@ -29,6 +29,7 @@ from arpo_algo.checkpoint import (
 from arpo_algo.codec import ChatCodec, Codec
 from arpo_algo.config import ARPOConfig
 from arpo_algo.distributed import Ranks
+from arpo_algo.env_source import EnvSource
 from arpo_algo.evaluate import EvalResult, evaluate
 from arpo_algo.health import check_adapters, check_env, check_health, check_mismatch, check_not_empty, check_overlap, check_staleness, warn_of_silence
 from arpo_algo.interrupt import Interrupt
@@ -42,7 +43,7 @@ from arpo_algo.pipeline import Pipeline
 from arpo_algo.policies.base import AdapterServer, ServedPolicy, Sleeper
 from arpo_algo.policies.transformers import TransformersPolicy
 from arpo_algo.recording import write_rollouts
-from arpo_algo.rollout import EnvSource, PromptTooLong, derive_seed
+from arpo_algo.rollout import PromptTooLong, derive_seed
 from arpo_algo.sampler import LocalSampler, Sampler, run_async
 from arpo_algo.task_order import TaskOrder
 from arpo_algo.tracking import Console, JsonLines, Tracker, Trackers
