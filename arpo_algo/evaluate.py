@@ -146,8 +146,6 @@ def summarize(
     *,
     correct: Callable[[Trajectory], float] = correctness,
     ks: Sequence[int] | None = None,
-    confidence: float = 0.95,
-    resamples: int = 10_000,
     seed: int = 0,
 ) -> EvalResult:
     """Accuracy with its interval, pass@k and what it took, from trees that hold one task each.
@@ -162,8 +160,8 @@ def summarize(
 
     def interval(values: Sequence[float]) -> Interval:
         if not values:
-            return Interval(math.nan, math.nan, math.nan, 0, confidence)
-        return bootstrap_interval(values, confidence=confidence, resamples=resamples, seed=seed)
+            return Interval(math.nan, math.nan, math.nan, 0)
+        return bootstrap_interval(values, seed=seed)
 
     trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
     return EvalResult(

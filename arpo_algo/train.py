@@ -270,19 +270,16 @@ class ARPOTrainer:
 
     def _sample_groups(self, step: int, n: int, round_: int) -> list[RolloutTree]:
         """``n`` groups, fewer where a prompt does not fit; further tasks are drawn, a bounded number of times, when none does."""
+        sampler = LocalSampler(env=self.env, policy=self._sampling_policy()) if self.sampler is None else self.sampler
         for attempt in range(MAX_REDRAWS + 1):
+            first, self._drawn = self._drawn, self._drawn + n
             seed = derive_seed(self.config.seed, step, round_, attempt)
             try:
-                return self._sampler().sample(self.codec, self.config, self._draw(n), seed=seed)
+                return sampler.sample(self.codec, self.config, self.order.options(first, n), seed=seed)
             except PromptTooLong:
                 if attempt == MAX_REDRAWS or self.order.tasks is None:
                     raise
         raise AssertionError("the loop returns or raises")
-
-    def _sampler(self) -> Sampler:
-        if self.sampler is not None:
-            return self.sampler
-        return LocalSampler(env=self.env, policy=self._sampling_policy())
 
     def _sampling_policy(self) -> ServedPolicy:
         if self.policy is None:
@@ -334,7 +331,7 @@ class ARPOTrainer:
             self.policy.close()
         self.ranks.close()
 
-    # -- the run's folder and tasks ------------------------------------------------------------------------------------------------------------------
+    # -- the run's folder ----------------------------------------------------------------------------------------------------------------------------
 
     def _open_run(self) -> None:
         folder = self.ranks.broadcast_from_main(lambda: latest_checkpoint(self.run_dir / "checkpoints"))
@@ -374,11 +371,6 @@ class ARPOTrainer:
             self._shared.weights_updated()
         restore_rng(checkpoint.rng)
         log.info("resumed %s at step %d", folder, self.step)
-
-    def _draw(self, n: int) -> list[dict[str, Any] | None]:
-        """Reset options of the next ``n`` groups."""
-        first, self._drawn = self._drawn, self._drawn + n
-        return self.order.options(first, n)
 
 
 def _pad_id(tokenizer: Any) -> int:
