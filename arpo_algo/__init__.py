@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from arpo_algo.policies.server import ServerError, ServerPolicy
     from arpo_algo.policies.transformers import TransformersPolicy
     from arpo_algo.policies.vllm import VLLMPolicy
-    from arpo_algo.rollout import RolloutConfig, sample_groups
+    from arpo_algo.rollout import sample_groups
+    from arpo_algo.rollout_config import RolloutConfig
     from arpo_algo.sampler import LocalSampler, Sampler
     from arpo_algo.sft import SFTConfig, SFTExample
     from arpo_algo.train import ARPOTrainer, TrainResult
@@ -61,7 +62,8 @@ _HOME = {
     "policies.server": ("ServerError", "ServerPolicy"),
     "policies.transformers": ("TransformersPolicy",),
     "policies.vllm": ("VLLMPolicy",),
-    "rollout": ("RolloutConfig", "sample_groups"),
+    "rollout": ("sample_groups",),
+    "rollout_config": ("RolloutConfig",),
     "sampler": ("LocalSampler", "Sampler"),
     "sft": ("SFTConfig", "SFTExample"),
     "train": ("ARPOTrainer", "TrainResult"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from arpo_algo.branching import AnyBranching, EntropyBranching
 from arpo_algo.learner import LearnerConfig
-from arpo_algo.rollout import RolloutConfig
+from arpo_algo.rollout_config import RolloutConfig
 
 
 @dataclass(frozen=True, kw_only=True)

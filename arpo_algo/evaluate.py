@@ -16,9 +16,11 @@ import numpy as np
 
 from arpo_algo.branching import NoBranching
 from arpo_algo.codec import Codec
+from arpo_algo.env_source import EnvSource
 from arpo_algo.metrics import correctness, count_calls, count_failures, mean_or_nan
 from arpo_algo.policies.base import Policy
-from arpo_algo.rollout import EnvSource, RolloutConfig, sample_groups
+from arpo_algo.rollout import sample_groups
+from arpo_algo.rollout_config import RolloutConfig
 from arpo_algo.tree import RolloutTree, Trajectory
 from arpo_env.task import Task
 
@@ -144,8 +146,6 @@ def summarize(
     *,
     correct: Callable[[Trajectory], float] = correctness,
     ks: Sequence[int] | None = None,
-    confidence: float = 0.95,
-    resamples: int = 10_000,
     seed: int = 0,
 ) -> EvalResult:
     """Accuracy with its interval, pass@k and what it took, from trees that hold one task each.
@@ -160,8 +160,8 @@ def summarize(
 
     def interval(values: Sequence[float]) -> Interval:
         if not values:
-            return Interval(math.nan, math.nan, math.nan, 0, confidence)
-        return bootstrap_interval(values, confidence=confidence, resamples=resamples, seed=seed)
+            return Interval(math.nan, math.nan, math.nan, 0)
+        return bootstrap_interval(values, seed=seed)
 
     trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
     return EvalResult(
@@ -190,12 +190,11 @@ async def evaluate(
     samples: int = 1,
     temperature: float = 0.0,
     seed: int = 0,
-    on_group: Callable[[RolloutTree], None] | None = None,
 ) -> EvalResult:
     """Sample ``samples`` independent trajectories a task, without branching, and summarize them. ``temperature`` 0 is greedy."""
     config = replace(config, group_size=samples, initial=samples, temperature=temperature)
     options = [{"task": task} for task in tasks]
-    trees = await sample_groups(env, policy, codec, NoBranching(), config, options, seed=seed, on_group=on_group)
+    trees = await sample_groups(env, policy, codec, NoBranching(), config, options, seed=seed)
     return summarize(trees, seed=seed)
 
 

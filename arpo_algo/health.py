@@ -11,9 +11,9 @@ from torch import nn
 
 from arpo_algo.config import ARPOConfig
 from arpo_algo.distributed import Ranks
+from arpo_algo.env_source import EnvSource
 from arpo_algo.metrics import count_calls
 from arpo_algo.policies.base import AdapterServer, Policy
-from arpo_algo.rollout import EnvSource
 from arpo_algo.tree import RolloutTree
 from arpo_env.core import fork_support
 from arpo_env.task import TaskSource

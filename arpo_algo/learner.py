@@ -33,7 +33,7 @@ from arpo_algo.reference import in_place
 from arpo_algo.sharding import fill, on_main, rank_micro_batches, reshard, shard, sync_gradients, whole
 from arpo_algo.tally import Mismatch, Tally
 from arpo_algo.tree_support import TreeSupport, tree_support
-from arpo_algo.weights import adapter_weights, whole_weights
+from arpo_algo.weights import whole_weights
 
 
 class Batch(NamedTuple):
@@ -176,10 +176,6 @@ class Learner:
             yield from weights
 
         return map(lambda pair: pair, gathered())
-
-    def adapter(self) -> dict[str, Tensor]:
-        """The LoRA tensors, whole, under the names of peft's adapter file. Raises ``ValueError`` where the model has none."""
-        return adapter_weights(self.model)
 
     @property
     def _always_pulls(self) -> bool:

@@ -18,72 +18,29 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import gymnasium
 
 from arpo_algo.branching import BranchingStrategy
 from arpo_algo.codec import Codec
 from arpo_algo.entropy import Window
+from arpo_algo.env_source import EnvSource
 from arpo_algo.env_worker import Env, EnvWorker, step, timed, truncate
 from arpo_algo.fitting import fit_observation
+from arpo_algo.group_envs import GroupEnvs
 from arpo_algo.policies.base import Generation, Policy, SamplingParams
-from arpo_algo.roots import EnvSource, make_roots
+from arpo_algo.rollout_config import RolloutConfig
 from arpo_algo.rounds import Rounds, Snapshot
 from arpo_algo.tree import Node, Origin, RolloutTree, Trajectory
-from arpo_env.core import ForkError, fork
+from arpo_env.core import ForkError
 
 __all__ = ["EnvSource", "GroupSampler", "PromptTooLong", "RolloutConfig", "derive_seed", "sample_groups"]
 
 log = logging.getLogger(__name__)
-Unsettled = Literal["count", "error"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-    """How a group is sampled."""
-
-    group_size: int = 16
-    """M, trajectories a group (paper: 16)."""
-    initial: int = 8
-    """N, trajectories started from the question; M - N are left for branches (paper: 8)."""
-    window: int = 20
-    """k, tokens over which entropy is averaged, at the start of the trajectory and after each observation."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_turn_tokens: int = 1024
-    """A longer turn ends its trajectory with stop reason ``length``."""
-    max_context: int | None = None
-    """Most tokens of a trajectory; None: the policy's context length."""
-    reserve_tokens: int = 32
-    """Room that an observation must leave for the turn after it; a longer observation loses its middle."""
-    max_live: int = 512
-    """Trajectories alive at once over all groups; further groups wait."""
-    env_workers: int = 32
-    """Threads for environment steps: many for tools that wait, about the number of cores for tools that compute. 0: steps run inline in the event loop, which
-    makes a run with in-process tools deterministic to the bit."""
-    step_timeout: float | None = 600.0
-    """Seconds after which an environment step is given up (with ``env_workers`` > 0). Tools have deadlines of their own."""
-    unsettled: Unsettled = "count"
-    """A decision that estimated entropies leave open: ``count`` goes by the estimates and counts it, ``error`` stops the run. Exact ones leave none open."""
-
-    def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ValueError(f"group_size must be at least 1, got {self.group_size}")
-        if not 1 <= self.initial <= self.group_size:
-            raise ValueError(f"initial must be in [1, group_size={self.group_size}], got {self.initial}")
-        for name in ("window", "max_turn_tokens", "reserve_tokens", "max_live"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(f"temperature must be at least 0 and top_p in (0, 1], got {self.temperature} and {self.top_p}")
-        if self.env_workers < 0:
-            raise ValueError(f"env_workers must be at least 0, got {self.env_workers}")
-        if self.unsettled not in get_args(Unsettled):
-            raise ValueError(f"unsettled must be one of {', '.join(get_args(Unsettled))}, got {self.unsettled!r}")
 
 
 class PromptTooLong(ValueError):
@@ -130,10 +87,7 @@ class GroupSampler:
         self.rounds = Rounds(strategy, derive_seed(seed, 2), config.unsettled)
         self.live: list[_Live] = []
         self.roots: list[Env] = []
-        self.open: dict[int, Env] = {}
-        self.opening: Mapping[str, Any] = {}
         self.lost = 0
-        self.over = False
 
     @property
     def budget(self) -> int:
@@ -141,23 +95,22 @@ class GroupSampler:
         return self.config.group_size - len(self.live)
 
     async def run(self, options: Mapping[str, Any] | None, env_lock: asyncio.Lock) -> RolloutTree:
-        self.options = options
+        self.envs = GroupEnvs(self.env, options, derive_seed(self.seed, 0) % 2**31, self.worker)
         initial = self.config.group_size if self.strategy.timing == "never" else self.config.initial
         spare = isinstance(self.env, gymnasium.Env) and initial < self.config.group_size  # what fresh trajectories are forked from
         async with env_lock:  # one prototype serves all groups: reset it, fork the roots, let it go
-            self.roots = await self.worker(lambda: self._roots(initial + spare))
+            self.roots = await self.envs.roots(initial + spare)
         try:
-            self._open_tree(self.opening)
+            self._open_tree(self.envs.opening)
             async with asyncio.TaskGroup() as self.tasks:
                 for live in self._start_roots("initial", initial):
                     live.env = self.roots.pop(0)
                     self.tasks.create_task(self._follow(live))
         finally:
-            self.over = True
-            await self._close(list(self.open.values()))
+            await self.envs.end()
         self.tree.metadata = {
             "fork_failures": self.rounds.refused + self.lost,
-            "isolation": str(self.opening.get("isolation", "")),
+            "isolation": str(self.envs.opening.get("isolation", "")),
             "unsettled": sum(not decision.settled for decision in self.tree.decisions),
         }
         return self.tree
@@ -174,20 +127,6 @@ class GroupSampler:
 
     # -- starting trajectories -----------------------------------------------------------------------------------------------------------------------
 
-    def _roots(self, n: int) -> list[Env]:
-        envs, self.opening = make_roots(self.env, n, seed=derive_seed(self.seed, 0) % 2**31, options=self.options, expected=self.opening or None)
-        return self._own(envs)
-
-    def _forks(self, env: Env, n: int) -> list[Env]:
-        return self._own(fork(env, n))
-
-    def _own(self, envs: list[Env]) -> list[Env]:
-        """Note environments in the thread that made them, so that none stays open when nobody waits for them any more."""
-        self.open.update((id(env), env) for env in envs)
-        if self.over:
-            self._close_now(envs)
-        return envs
-
     def _start_roots(self, origin: Origin, n: int) -> list[_Live]:
         """``n`` new trajectories at the question, without environments yet."""
         started = []
@@ -195,7 +134,7 @@ class GroupSampler:
             index = len(self.live)
             trajectory = Trajectory(tree=self.tree, index=index, origin=origin)
             seed_path = (1 if origin == "fresh" else 0, index)
-            started.append(self._register(_Live(trajectory=trajectory, seed_path=seed_path, context=self.tree.nodes[0].token_ids, info=self.opening)))
+            started.append(self._register(_Live(trajectory=trajectory, seed_path=seed_path, context=self.tree.nodes[0].token_ids, info=self.envs.opening)))
         return started
 
     def _start_branches(self, snapshot: Snapshot, parent: int, n: int) -> list[_Live]:
@@ -224,11 +163,11 @@ class GroupSampler:
         self.tree.trajectories.append(live.trajectory)
         return live
 
-    async def _launch(self, lives: Sequence[_Live], envs: Sequence[Env], more: Callable[[int], list[Env]]) -> None:
+    async def _launch(self, lives: Sequence[_Live], envs: Sequence[Env], more: Callable[[int], Awaitable[list[Env]]]) -> None:
         """Set trajectories going, the first ones in ``envs``, the others in environments that ``more`` makes; without one they end at once."""
         missing = len(lives) - len(envs)
         try:
-            made = await self.worker(lambda: more(missing)) if missing else []
+            made = await more(missing) if missing else []
         except Exception as error:
             made = []
             self.lost += missing
@@ -248,7 +187,7 @@ class GroupSampler:
             pass
         live.ended = True
         self._advance()
-        await self._close([live.env])
+        await self.envs.close([live.env])
 
     async def _turn(self, live: _Live) -> bool:
         """Sample one turn and take the environment's answer. False when the trajectory has ended."""
@@ -340,7 +279,7 @@ class GroupSampler:
 
     async def _fork_into(self, snapshot: Snapshot, env: Env) -> None:
         try:
-            (snapshot.env,) = await self.worker(lambda: self._forks(env, 1))
+            (snapshot.env,) = await self.envs.forks(env, 1)
         except (ForkError, TimeoutError) as error:
             snapshot.refused = True
             warnings.warn(f"no branch point after node {snapshot.node}: {type(error).__name__} {error}", stacklevel=2)
@@ -355,14 +294,14 @@ class GroupSampler:
                 self.tree.decisions.append(decision)
                 if decision.children and (env := snapshot.env) is not None:
                     children = self._start_branches(snapshot, decision.trajectory, decision.children)
-                    self.tasks.create_task(self._launch(children, [env], partial(self._forks, env)))
+                    self.tasks.create_task(self._launch(children, [env], partial(self.envs.forks, env)))
                 else:
                     unused.append(snapshot.env)
             if any(unused):
-                self.tasks.create_task(self._close(unused))
+                self.tasks.create_task(self.envs.close(unused))
         if self.budget and all(live.ended for live in self.live):
             envs, self.roots = self.roots, []
-            more = partial(self._forks, envs[0]) if envs else self._roots
+            more = partial(self.envs.forks, envs[0]) if envs else self.envs.roots
             self.tasks.create_task(self._launch(self._start_roots("fresh", self.budget), envs, more))
 
     # -- ends ----------------------------------------------------------------------------------------------------------------------------------------
@@ -394,21 +333,6 @@ class GroupSampler:
         live.trajectory.stop_reason = reason
         live.trajectory.answer = f"{type(error).__name__}: {error}"
 
-    async def _close(self, envs: Sequence[Env | None]) -> None:
-        try:
-            await self.worker(lambda: self._close_now(envs))
-        except TimeoutError:
-            log.warning("closing an environment of task %r hangs", self.tree.task_id)
-
-    def _close_now(self, envs: Sequence[Env | None]) -> None:
-        for env in envs:
-            if env is None or self.open.pop(id(env), None) is None:
-                continue
-            try:
-                env.close()
-            except Exception:
-                log.warning("closing an environment of task %r failed", self.tree.task_id, exc_info=True)
-
 
 def _calls(info: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The tool calls of a step; a foreign environment may use the key for something else."""
@@ -430,7 +354,6 @@ async def sample_groups(
     options: Sequence[Mapping[str, Any] | None],
     *,
     seed: int,
-    on_group: Callable[[RolloutTree], None] | None = None,
 ) -> list[RolloutTree]:
     """One group for each entry of ``options`` (what ``env.reset`` takes; ``{"task": ...}``), all sampled at once.
 
@@ -439,29 +362,32 @@ async def sample_groups(
     """
     worker = EnvWorker(config.env_workers, config.step_timeout)
     env_lock = asyncio.Lock()
-    places = asyncio.Semaphore(max(1, config.max_live // config.group_size))
+    places = asyncio.Semaphore(config.live_groups)
 
     async def one(index: int) -> RolloutTree | PromptTooLong:
         sampler = GroupSampler(env, policy, codec, strategy, config, worker, derive_seed(seed, index), index)
-        try:
-            async with places:
-                tree = await sampler.run(options[index], env_lock)
-        except PromptTooLong as error:
-            log.warning("skipped: %s", error)
-            return error
-        if on_group is not None:
-            on_group(tree)
-        return tree
+        async with places:
+            try:
+                return await sampler.run(options[index], env_lock)
+            except PromptTooLong as error:
+                return error
 
     try:
         async with asyncio.TaskGroup() as tasks:
             groups = [tasks.create_task(one(index)) for index in range(len(options))]
     except BaseExceptionGroup as errors:
         raise first_error(errors) from errors
-    results = [group.result() for group in groups]
-    trees = [result for result in results if isinstance(result, RolloutTree)]
-    if not trees and results:
-        raise next(result for result in results if isinstance(result, PromptTooLong))
+    return without_skipped([group.result() for group in groups])
+
+
+def without_skipped(outcomes: Sequence[RolloutTree | PromptTooLong]) -> list[RolloutTree]:
+    """The trees; a warning for each task that was skipped. Raises the first :class:`PromptTooLong` where there is nothing else."""
+    skipped = [outcome for outcome in outcomes if isinstance(outcome, PromptTooLong)]
+    for error in skipped:
+        log.warning("skipped: %s", error)
+    trees = [outcome for outcome in outcomes if isinstance(outcome, RolloutTree)]
+    if skipped and not trees:
+        raise skipped[0]
     return trees
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from arpo_algo.branching import Allocation, BranchingStrategy, BranchPoint, UnsettledBranching, mean
 from arpo_algo.entropy import Window
 from arpo_algo.env_worker import Env
+from arpo_algo.rollout_config import Unsettled
 from arpo_algo.settling import settled
 from arpo_algo.tree import Decision
 
@@ -61,7 +62,7 @@ class Rounds:
     leave open: ``count`` takes what the estimates say and notes it, ``error`` raises :class:`UnsettledBranching`.
     """
 
-    def __init__(self, strategy: BranchingStrategy, seed: int, unsettled: Literal["count", "error"] = "count"):
+    def __init__(self, strategy: BranchingStrategy, seed: int, unsettled: Unsettled = "count"):
         self.strategy, self.unsettled = strategy, unsettled
         self.refused = 0
         """Points that the strategy could not be asked about, because their environment could not be forked."""

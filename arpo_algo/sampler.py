@@ -10,8 +10,9 @@ from typing import Any, Protocol, TypeVar
 
 from arpo_algo.codec import Codec
 from arpo_algo.config import ARPOConfig
+from arpo_algo.env_source import EnvSource
 from arpo_algo.policies.base import Policy
-from arpo_algo.rollout import EnvSource, sample_groups
+from arpo_algo.rollout import sample_groups
 from arpo_algo.tree import RolloutTree
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from arpo_env.task import TaskSource
+from arpo_env.task import Task, TaskSource
 
 
 @dataclass(frozen=True)
@@ -29,3 +29,9 @@ class TaskOrder:
         size = len(self.tasks)
         orders = {epoch: np.random.default_rng([self.seed, epoch]).permutation(size) for epoch in {number // size for number in numbers}}
         return [{"task": self.tasks[int(orders[number // size][number % size])]} for number in numbers]
+
+
+def first_tasks(tasks: TaskSource, n: int) -> list[Task]:
+    """The first ``n`` tasks, or all where there are fewer."""
+    size = len(tasks) if isinstance(tasks, Sized) else n
+    return [tasks[index] for index in range(min(n, size))]

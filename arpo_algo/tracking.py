@@ -89,19 +89,12 @@ CONSOLE_COLUMNS: tuple[tuple[str, str, str], ...] = (
 class Console:
     """One line a step; on a terminal with a live progress bar below.
 
-    ``total`` is the number of steps, counted from 1. A line shows the ``columns`` that the metrics hold, or ``name=value`` pairs when they hold none of them;
-    with the default columns it fits 160 characters. ``clock`` gives seconds.
+    ``total`` is the number of steps, counted from 1. A line shows those of :data:`CONSOLE_COLUMNS` that the metrics hold, at most 160 characters, or
+    ``name=value`` pairs when they hold none of them. ``clock`` gives seconds.
     """
 
-    def __init__(
-        self,
-        total: int,
-        *,
-        stream: TextIO | None = None,
-        columns: Sequence[tuple[str, str, str]] = CONSOLE_COLUMNS,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.total, self.columns = total, tuple(columns)
+    def __init__(self, total: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total = total
         self._stream = sys.stdout if stream is None else stream
         self._clock, self._start, self._first = clock, clock(), 0
         self._bar = _Bar(total, self._stream) if self._stream.isatty() else None
@@ -117,7 +110,7 @@ class Console:
     def line(self, step: int, metrics: Metrics) -> str:
         """What is printed for a step."""
         head = f"step {step:>{len(str(self.total))}}/{self.total}"
-        shown = [(label, form.format(metrics[name])) for label, name, form in self.columns if name in metrics]
+        shown = [(label, form.format(metrics[name])) for label, name, form in CONSOLE_COLUMNS if name in metrics]
         if not shown:
             return f"{head}  " + "  ".join(f"{name}={value:.4g}" for name, value in metrics.items())
         per_step = (self._clock() - self._start) / max(step - self._first + 1, 1)

@@ -6,13 +6,12 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence, Sized
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 from torch import nn
 
 from arpo_algo.advantages import Assignment, Estimator, group_advantages, soft
@@ -29,6 +28,7 @@ from arpo_algo.checkpoint import (
 from arpo_algo.codec import ChatCodec, Codec
 from arpo_algo.config import ARPOConfig
 from arpo_algo.distributed import Ranks
+from arpo_algo.env_source import EnvSource, attribute_of, tool_counts
 from arpo_algo.evaluate import EvalResult, evaluate
 from arpo_algo.health import check_adapters, check_env, check_health, check_mismatch, check_not_empty, check_overlap, check_staleness, warn_of_silence
 from arpo_algo.interrupt import Interrupt
@@ -42,25 +42,19 @@ from arpo_algo.pipeline import Pipeline
 from arpo_algo.policies.base import AdapterServer, ServedPolicy, Sleeper
 from arpo_algo.policies.transformers import TransformersPolicy
 from arpo_algo.recording import write_rollouts
-from arpo_algo.rollout import EnvSource, PromptTooLong, derive_seed
+from arpo_algo.rollout import PromptTooLong, derive_seed
+from arpo_algo.run_settings import MAY_DIFFER, run_settings
 from arpo_algo.sampler import LocalSampler, Sampler, run_async
-from arpo_algo.task_order import TaskOrder
+from arpo_algo.task_order import TaskOrder, first_tasks
 from arpo_algo.tracking import Console, JsonLines, Tracker, Trackers
 from arpo_algo.tree import RolloutTree
 from arpo_algo.versions import versions
-from arpo_env.task import Task, TaskSource
+from arpo_env.task import TaskSource
 
 log = logging.getLogger(__name__)
 
 MAX_REDRAWS = 3
 """How often further tasks are drawn for a step whose prompts are all too long."""
-
-
-MAY_DIFFER = (
-    "steps", "total_steps", "save_every", "keep_checkpoints", "record_every", "max_mismatch", "max_failed_share", "max_unavailable_share",
-    "micro_batch_tokens", "layout", "logit_chunk_mib", "gradient_checkpointing", "accumulate_whole",
-)  # fmt: skip
-"""Settings with which a resumed run may differ from the one that wrote the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +128,7 @@ class ARPOTrainer:
         self._has_tools = check_env(env, self.config)
         if self.config.eval_every and eval_tasks is None:
             raise ValueError(f"eval_every={self.config.eval_every} needs eval_tasks, the tasks to evaluate on")
-        self.order = TaskOrder(tasks if tasks is not None else _own_tasks(env), self.config.seed)
+        self.order = TaskOrder(tasks if tasks is not None else attribute_of(env, "tasks"), self.config.seed)
         self.eval_tasks = eval_tasks
         check_not_empty(tasks=self.order.tasks, eval_tasks=eval_tasks)
         self.ranks = Ranks.current()
@@ -254,10 +248,7 @@ class ARPOTrainer:
     def _telemetry(self) -> dict[str, float]:
         """What the environment's tools have counted, here or where the sampler has its environments: calls, seconds, retries, failures."""
         elsewhere = getattr(self.sampler, "telemetry", None)
-        if elsewhere is not None:
-            return dict(elsewhere)
-        counters = getattr(self.env.unwrapped, "telemetry", None) if isinstance(self.env, gymnasium.Env) else None
-        return counters.snapshot() if counters is not None else {}
+        return tool_counts(self.env) if elsewhere is None else dict(elsewhere)
 
     def sample(self, step: int | None = None) -> list[RolloutTree]:
         """The groups of a step, by default the next; those without a signal replaced as ``config.resample_rounds`` allows."""
@@ -279,19 +270,16 @@ class ARPOTrainer:
 
     def _sample_groups(self, step: int, n: int, round_: int) -> list[RolloutTree]:
         """``n`` groups, fewer where a prompt does not fit; further tasks are drawn, a bounded number of times, when none does."""
+        sampler = LocalSampler(env=self.env, policy=self._sampling_policy()) if self.sampler is None else self.sampler
         for attempt in range(MAX_REDRAWS + 1):
+            first, self._drawn = self._drawn, self._drawn + n
             seed = derive_seed(self.config.seed, step, round_, attempt)
             try:
-                return self._sampler().sample(self.codec, self.config, self._draw(n), seed=seed)
+                return sampler.sample(self.codec, self.config, self.order.options(first, n), seed=seed)
             except PromptTooLong:
                 if attempt == MAX_REDRAWS or self.order.tasks is None:
                     raise
         raise AssertionError("the loop returns or raises")
-
-    def _sampler(self) -> Sampler:
-        if self.sampler is not None:
-            return self.sampler
-        return LocalSampler(env=self.env, policy=self._sampling_policy())
 
     def _sampling_policy(self) -> ServedPolicy:
         if self.policy is None:
@@ -343,7 +331,7 @@ class ARPOTrainer:
             self.policy.close()
         self.ranks.close()
 
-    # -- the run's folder and tasks ------------------------------------------------------------------------------------------------------------------
+    # -- the run's folder ----------------------------------------------------------------------------------------------------------------------------
 
     def _open_run(self) -> None:
         folder = self.ranks.broadcast_from_main(lambda: latest_checkpoint(self.run_dir / "checkpoints"))
@@ -360,7 +348,7 @@ class ARPOTrainer:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         if fresh and (self.run_dir / "metrics.jsonl").exists():
             log.warning("%s holds a run without a checkpoint; it starts again from step 0", self.run_dir)
-        isolation = str(getattr(self.env.unwrapped, "isolation", "")) if isinstance(self.env, gymnasium.Env) else ""
+        isolation = str(attribute_of(self.env, "isolation") or "")
         if isolation:
             log.info("code of the policy runs at isolation level %r", isolation)
         where = {"policy": type(self.policy).__qualname__, "ranks": self.ranks.size}
@@ -368,23 +356,9 @@ class ARPOTrainer:
         (self.run_dir / "run.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
     def describe(self) -> dict[str, Any]:
-        """All that a result depends on besides model and environment, as JSON: settings, the strategy with its type, the objective's functions by name."""
-        strategy = self.config.branching
-        values = asdict(strategy) if is_dataclass(strategy) and not isinstance(strategy, type) else {k: repr(v) for k, v in vars(strategy).items()}
-        settings = {field.name: getattr(self.config, field.name) for field in fields(self.config)}
-        functions = {
-            "loss": self.learner.loss,
-            "kl": self.learner.kl,
-            "weigh": self.weigh,
-            "estimate": getattr(self.estimate, "func", self.estimate),
-            "assign": self.assign,
-        }
-        described = settings | {
-            "rollout": asdict(self.config.rollout),
-            "branching": {"type": type(strategy).__qualname__, **values},
-            "objective": {name: getattr(function, "__qualname__", repr(function)) for name, function in functions.items()},
-        }
-        return dict(json.loads(json.dumps(described, default=repr)))
+        """All that a result depends on besides model and environment, as JSON."""
+        estimate = getattr(self.estimate, "func", self.estimate)
+        return run_settings(self.config, loss=self.learner.loss, kl=self.learner.kl, weigh=self.weigh, estimate=estimate, assign=self.assign)
 
     def _resume(self, folder: Path) -> None:
         # A run may be made longer, go on with other limits, and on another machine; what decides about its numbers must be as it was.
@@ -397,21 +371,6 @@ class ARPOTrainer:
             self._shared.weights_updated()
         restore_rng(checkpoint.rng)
         log.info("resumed %s at step %d", folder, self.step)
-
-    def _draw(self, n: int) -> list[dict[str, Any] | None]:
-        """Reset options of the next ``n`` groups."""
-        first, self._drawn = self._drawn, self._drawn + n
-        return self.order.options(first, n)
-
-
-def first_tasks(tasks: TaskSource, n: int) -> list[Task]:
-    """The first ``n`` tasks, or all where there are fewer."""
-    size = len(tasks) if isinstance(tasks, Sized) else n
-    return [tasks[index] for index in range(min(n, size))]
-
-
-def _own_tasks(env: EnvSource) -> TaskSource | None:
-    return getattr(env.unwrapped, "tasks", None) if isinstance(env, gymnasium.Env) else None
 
 
 def _pad_id(tokenizer: Any) -> int:

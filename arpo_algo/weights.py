@@ -35,15 +35,8 @@ def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return _weights(model, adapted)
 
 
-def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The adapter's tensors, whole, under the names of peft's ``adapter_model.safetensors``. Raises ``ValueError`` where the model has no adapter."""
-    return {name: whole(tensor) for name, tensor in adapter_parameters(model).items()}
-
-
-def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The adapter's parameters as they are, sharded or not, under the names of peft's file."""
-    if not hasattr(model, "peft_config"):
-        raise ValueError(f"expected a model with an adapter of peft, got {type(model).__name__}")
+def _adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The adapter's parameters, sharded or not, under the names of peft's ``adapter_model.safetensors``."""
     from peft import get_peft_model_state_dict
 
     parameters = {name: p for name, p in model.named_parameters() if "lora_" in name}
@@ -55,7 +48,7 @@ def fill_weights(model: nn.Module, tensors: dict[str, Tensor] | None, ranks: Ran
 
     Raises ``RuntimeError`` on every rank when names or shapes differ, before anything is copied.
     """
-    state = adapter_parameters(model) if hasattr(model, "peft_config") else dict(model.state_dict(keep_vars=True))
+    state = _adapter_parameters(model) if hasattr(model, "peft_config") else dict(model.state_dict(keep_vars=True))
     first: dict[int, str] = {}
     first_name = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}  # tied weights have several, of which one will do
     own = {name: state[name] for name in first.values()}

@@ -162,15 +162,11 @@ class GraderPool:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
-    def verdict(self, prediction: str, truth: str) -> bool | None:
-        """math-verify's verdict on two LaTeX formulas; None where one is unreadable, or the pair ran out of time or memory."""
-        try:
-            return self.grade(prediction, truth)
-        except (WorkerLate, WorkerDied):
-            return None
-
     def grade(self, prediction: str, truth: str) -> bool | None:
-        """As :meth:`verdict`, but raises :class:`WorkerLate` where the pair ran out of time and :class:`WorkerDied` where its worker died."""
+        """math-verify's verdict on two LaTeX formulas; None where one is unreadable.
+
+        Raises :class:`WorkerLate` where the pair ran out of time, :class:`WorkerDied` where its worker died, as one that runs out of memory does.
+        """
         try:
             verdict = self.workers.ask({"pair": [prediction, truth]}, self.deadline)
         except (WorkerLate, WorkerDied) as error:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from numbers import Real
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from arpo_env.math_grading import math_equal, require_math_verify
 from arpo_env.task import Task
@@ -143,9 +143,7 @@ def _any_equal(answer: str, truths: tuple[str, ...]) -> float | None:
 class TokenF1:
     """Token F1 of the final answer: for question answering."""
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return ("accuracy",)
+    parts: ClassVar[tuple[str, ...]] = ("accuracy",)
 
     def __call__(self, task: Task, episode: Episode, /) -> Score:
         return _answer_score("accuracy", task, episode.answer, token_f1)
@@ -155,12 +153,10 @@ class TokenF1:
 class MathEquality:
     """1 where the final answer equals the truth as mathematics, else 0. Raises ``ImportError`` at construction without ``pip install 'arpo[math]'``."""
 
+    parts: ClassVar[tuple[str, ...]] = ("accuracy",)
+
     def __post_init__(self) -> None:
         require_math_verify()
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return ("accuracy",)
 
     def __call__(self, task: Task, episode: Episode, /) -> Score:
         return _answer_score("accuracy", task, episode.answer, _any_equal)
@@ -170,9 +166,7 @@ class MathEquality:
 class Accuracy:
     """:class:`MathEquality` for tasks of the ability ``"math"``, :class:`TokenF1` for ``"qa"`` and None."""
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return ("accuracy",)
+    parts: ClassVar[tuple[str, ...]] = ("accuracy",)
 
     def check(self, task: Task) -> None:
         """Raise before the first turn where the task could not be graded: ``ValueError`` (ability), ``ImportError`` (mathematics without its extra)."""
@@ -190,9 +184,7 @@ class Accuracy:
 class ExactMatch:
     """1 where the final answer equals an accepted one after normalisation, else 0."""
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return ("exact_match",)
+    parts: ClassVar[tuple[str, ...]] = ("exact_match",)
 
     def __call__(self, task: Task, episode: Episode, /) -> Score:
         return _answer_score("exact_match", task, episode.answer, exact_match)
@@ -202,9 +194,7 @@ class ExactMatch:
 class Format:
     """1 where the episode ended with an answer and every turn kept the call format, else 0. Tool text plays no part."""
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return ("format",)
+    parts: ClassVar[tuple[str, ...]] = ("format",)
 
     def __call__(self, task: Task, episode: Episode, /) -> Score:
         value = float(episode.stop_reason == "answer" and all(turn.well_formed for turn in episode.parsed))
@@ -226,6 +216,7 @@ class HierarchicalReward:
     """Gives a value in [0, 1] or unscored."""
     bonus: float = 0.1
     bonus_tools: tuple[str, ...] = ("search", "python")
+    parts: ClassVar[tuple[str, ...]] = ("accuracy", "format", "tool_bonus")
 
     def __post_init__(self) -> None:
         if isinstance(self.bonus_tools, str) or not self.bonus_tools:
@@ -233,10 +224,6 @@ class HierarchicalReward:
 
     def check(self, task: Task) -> None:
         check_task(self.accuracy, task)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return ("accuracy", "format", "tool_bonus")
 
     def __call__(self, task: Task, episode: Episode, /) -> Score:
         accuracy = self.accuracy(task, episode).value

@@ -145,12 +145,11 @@ def _of_own_mean(values: Any) -> Any:
 
 
 def weights(ranks: Ranks) -> dict[str, Any]:
-    """Weights and adapters as they are handed over, and what a failure on the way does."""
+    """Weights as they are handed over, and what a failure on the way does."""
     found: dict[str, Any] = {}
     for name, model in MODELS.items():
         together = learner(ranks, model=model)
         found[name] = {key: tensor.clone() for key, tensor in together.weights()}
-    found["adapter"] = together.adapter()
     found["held"] = sum(part(p).numel() for p in together.model.parameters()), sum(p.numel() for p in together.model.parameters())
 
     def stumble(tensors: Any) -> None:

@@ -10,8 +10,8 @@ HEAVY = {
     "torch", "transformers", "vllm", "ray", "e2b", "e2b_code_interpreter", "pydantic_monty", "httpx", "httpx2", "mcp", "ddgs", "trafilatura", "datasets",
     "pyarrow", "tantivy", "pydantic", "math_verify", "sympy", "trl", "reasoning_gym", "gem", "skyrl_gym", "textarena", "fastapi", "uvicorn",
 }  # fmt: skip
-SHELL = {"cli.py", "doctor.py"}
-"""The command line stands outside the algorithm: it names default environments and runs the conformance kit."""
+SHELL = {"commands.py", "doctor.py"}
+"""The command line stands outside the algorithm: it runs the conformance kit and asks how code is isolated."""
 
 
 def imports(path: Path, *, top_level: bool = False) -> set[str]:

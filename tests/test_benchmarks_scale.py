@@ -117,10 +117,6 @@ def test_seconds_of_a_step_follow_the_measured_table() -> None:
     assert scale_sim.step_seconds(engine, 30) == pytest.approx(0.2), "150 tokens a second at most"
 
 
-def test_the_exponent_of_a_power_is_found() -> None:
-    assert scale_sim.exponent([1, 10, 100], [3 * n**1.5 for n in (1, 10, 100)]) == pytest.approx(1.5)
-
-
 def test_a_small_run_counts_what_it_does() -> None:
     run = scale_sim.recorded(16)
     assert run.trajectories == 32

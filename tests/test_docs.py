@@ -44,7 +44,7 @@ def test_the_python_of_a_page_runs(page: Path, model_path: Path, tmp_path: Path,
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=lambda page: page.name)
 def test_the_toml_of_a_page_is_a_valid_configuration(page: Path) -> None:
-    from arpo_algo.cli import Rollout, Train
+    from arpo_algo.commands import Rollout, Train
     from arpo_algo.settings import build
 
     for text in blocks(page, "toml"):

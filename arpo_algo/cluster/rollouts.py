@@ -17,17 +17,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import gymnasium
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from arpo_algo.cluster.engines import RayEngine, actor_of, raise_cause, started
 from arpo_algo.codec import Codec
 from arpo_algo.config import ARPOConfig
+from arpo_algo.env_source import EnvSource, tool_counts
 from arpo_algo.env_worker import EnvWorker
 from arpo_algo.policies.base import Generation, SamplingParams
 from arpo_algo.policies.pool import EngineLost, PolicyPool
-from arpo_algo.rollout import EnvSource, GroupSampler, PromptTooLong, derive_seed, first_error
+from arpo_algo.rollout import GroupSampler, PromptTooLong, derive_seed, first_error, without_skipped
 from arpo_algo.sampler import run_async
 from arpo_algo.tree import RolloutTree
 
@@ -90,8 +90,7 @@ class RolloutActor:
 
     async def counts(self) -> dict[str, float]:
         """What the environment's tools counted since the last call, see ``telemetry`` of :class:`arpo_env.ToolEnv`; empty where it does not count."""
-        counters = getattr(self.env.unwrapped, "telemetry", None) if isinstance(self.env, gymnasium.Env) else None
-        now: dict[str, float] = counters.snapshot() if counters is not None else {}
+        now = tool_counts(self.env)
         told, self._told = self._told, now
         return {name: n - told.get(name, 0.0) for name, n in now.items()}
 
@@ -191,14 +190,7 @@ class ClusterSampler:
     def sample(self, codec: Codec, config: ARPOConfig, options: Sequence[Mapping[str, Any] | None], *, seed: int) -> list[RolloutTree]:
         """See :class:`~arpo_algo.sampler.Sampler`. Raises what the environment's or the policy's code raised, :class:`RolloutActorLost` and
         :class:`~arpo_algo.policies.pool.EngineLost` where too many died."""
-        outcomes = run_async(self._sample(codec, config, options, seed))
-        trees = [outcome for outcome in outcomes if isinstance(outcome, RolloutTree)]
-        skipped = [outcome for outcome in outcomes if isinstance(outcome, PromptTooLong)]
-        for error in skipped:
-            log.warning("skipped: %s", error)
-        if skipped and not trees:
-            raise skipped[0]
-        return trees
+        return without_skipped(run_async(self._sample(codec, config, options, seed)))
 
     def close(self) -> None:
         """Ends the rollout actors."""
@@ -208,7 +200,7 @@ class ClusterSampler:
     async def _sample(self, codec: Codec, config: ARPOConfig, options: Sequence[Mapping[str, Any] | None], seed: int) -> list[RolloutTree | PromptTooLong]:
         run = _Run(self, Step(codec=codec, config=config, engines=self._present_engines(), version=self.pool.version, seed=seed))
         try:
-            return await run.sample(options, max(1, config.rollout.max_live // config.rollout.group_size))
+            return await run.sample(options, config.rollout.live_groups)
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors
         finally:

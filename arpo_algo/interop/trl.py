@@ -28,10 +28,12 @@ from typing import Any
 from arpo_algo.branching import AnyBranching, NoBranching
 from arpo_algo.codec import ChatCodec, Codec
 from arpo_algo.config import ARPOConfig
+from arpo_algo.env_source import EnvSource
 from arpo_algo.health import check_env, check_health, warn_of_silence
 from arpo_algo.metrics import rollout_metrics
 from arpo_algo.policies.transformers import TransformersPolicy
-from arpo_algo.rollout import EnvSource, RolloutConfig, derive_seed, sample_groups
+from arpo_algo.rollout import derive_seed, sample_groups
+from arpo_algo.rollout_config import RolloutConfig
 from arpo_algo.sampler import run_async
 from arpo_algo.tree import RolloutTree, Trajectory
 from arpo_env.task import Task

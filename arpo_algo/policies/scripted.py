@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,8 +19,6 @@ class ScriptedTurn:
     """None: minus the entropy of the token, which is its expected value."""
     stop_reason: Literal["eos", "stop", "length"] = "eos"
     stop_string: str | None = None
-    delay: float = 0.0
-    """Seconds before the answer comes."""
 
 
 class ScriptedPolicy:
@@ -44,10 +41,7 @@ class ScriptedPolicy:
             raise ValueError(f"prompt ({len(prompt_ids)} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context of {self.context_length}")
         self.calls += 1
         self.prompt_tokens += len(prompt_ids)
-        version = self.version
         turn = self.turn(tuple(prompt_ids), params.seed)
-        if turn.delay:
-            await asyncio.sleep(turn.delay)
         ids = self.tokenizer.encode(turn.tokens, add_special_tokens=False) if isinstance(turn.tokens, str) else list(turn.tokens)
         entropies = _spread(turn.entropies, len(ids))
         logprobs = [-h for h in entropies] if turn.logprobs is None else _spread(turn.logprobs, len(ids))
@@ -59,7 +53,7 @@ class ScriptedPolicy:
             entropies=entropies[kept],
             stop_reason="length" if cut else turn.stop_reason,
             stop_string=None if cut else turn.stop_string,
-            version=version,
+            version=self.version,
         )
 
     def weights_updated(self) -> None:

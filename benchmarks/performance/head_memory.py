@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from comparison import Part, compared, show, write
+from measure import status_bytes
 
 VOCABULARY, WIDTH = 151_936, 896
 CHUNK = 2**26
@@ -36,17 +37,12 @@ def measure(tokens: int, *, plain: bool) -> tuple[float, float]:
         head.register_forward_hook(lambda *_: None)  # a head with a hook is called
     hidden, targets = torch.randn(tokens, WIDTH, requires_grad=True), torch.randint(0, VOCABULARY, (tokens,))
     (torch.randn(64, 64, requires_grad=True) @ torch.randn(64, 64)).sum().backward()  # loads libraries
-    before = _status("VmRSS")
+    before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     started = time.process_time()
     logprobs, entropies = head_logprobs(head, hidden, targets, temperature=1.0, chunk_elements=CHUNK, entropy_grad=True)
     (logprobs.sum() + entropies.sum()).backward()
-    return _status("VmHWM") - before, time.process_time() - started
-
-
-def _status(name: str) -> float:
-    """MiB."""
-    return next(int(line.split()[1]) / 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
+    return (status_bytes("VmHWM") - before) / MIB, time.process_time() - started
 
 
 def in_child(tokens: int, *, plain: bool) -> tuple[float, float]:

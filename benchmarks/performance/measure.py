@@ -57,14 +57,14 @@ def cost(function: Callable[[], object]) -> Cost:
     """CPU seconds and peak memory of one call. Linux with glibc; for memory that is to mean something run it by :func:`alone`."""
     ctypes.CDLL(None).malloc_trim(0)  # what earlier calls left free would hide what this one takes
     Path("/proc/self/clear_refs").write_text("5")  # the peak (VmHWM) starts anew
-    before, start = _resident("VmRSS"), time.process_time()
+    before, start = status_bytes("VmRSS"), time.process_time()
     function()
-    return Cost(time.process_time() - start, _resident("VmHWM") - before)
+    return Cost(time.process_time() - start, (status_bytes("VmHWM") - before) / 1e6)
 
 
-def _resident(name: str) -> float:
-    """A line of this process's status, in MB of 10^6 bytes."""
-    return next(int(line.split()[1]) * 1024 / 1e6 for line in _lines("/proc/self/status") if line.startswith(f"{name}:"))
+def status_bytes(name: str) -> int:
+    """A size from this process's status, such as ``VmRSS``, its resident memory."""
+    return next(int(line.split()[1]) * 1024 for line in _lines("/proc/self/status") if line.startswith(f"{name}:"))
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -74,6 +74,12 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
     context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "arpo_algo.learner"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:  # says so where the process dies; a multiprocessing.Pool would wait for ever
         return pool.submit(function, *arguments).result()
+
+
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of a module returns, called in a new process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:

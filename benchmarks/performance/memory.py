@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import machine
+from measure import machine, status_bytes
 
-GIB, MIB = 2**30, 2**20
+MIB = 2**20
 MEMORIES_GB, RANKS = (80, 141), (1, 8, 64)
 SPARE = 0.1
 """Share of a GPU's memory that the allocator, the libraries and the exchange between ranks may take."""
@@ -104,9 +104,9 @@ def _peak_bytes(case: Case) -> int:
     learner = Learner(_model(case.shape), config)
     learner.update(_row(16, case.shape.vocabulary))  # the optimiser's moments are there afterwards
     Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
+    before = status_bytes("VmRSS")
     learner.update(_row(case.tokens, case.shape.vocabulary))
-    return _status("VmHWM") - before
+    return status_bytes("VmHWM") - before
 
 
 def _model(shape: Shape) -> Any:
@@ -136,11 +136,6 @@ def _row(tokens: int, vocabulary: int) -> Any:
         weights=weights,
         groups=np.arange(len(ids)),
     )
-
-
-def _status(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
-    return int(line.split()[1]) * 1024
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,6 @@ import argparse
 import asyncio
 import gc
 import json
-import math
-import multiprocessing
 import random
 import resource
 import time
@@ -29,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import virtual_clock
-from measure import machine
+from measure import apart, exponent, machine
 
 import arpo_env
 from arpo_algo.branching import EntropyBranching
@@ -259,19 +257,6 @@ def recorded(live: int, env_workers: int = 0) -> Run:
 def at_speed(live: int, tokens_a_second: float) -> Run:
     """In real time, with an engine that gives so many tokens a second to all turns together, however many they are."""
     return sample(live, lambda under_way: live / tokens_a_second, real=True)
-
-
-def apart(function: Callable[..., Run], *arguments: Any) -> Run:
-    """``function(*arguments)`` in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
-
-
-def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """The power of size with which cost grows: slope of a least-squares line through the logarithms. 1 is linear."""
-    x, y = [math.log(size) for size in sizes], [math.log(cost) for cost in costs]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
 
 
 # -- the report ----------------------------------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import machine
+from measure import apart, machine
 
 from arpo_env.tools.cache import CacheKey, ToolCache
 from arpo_env.tools.search import TantivyIndex
@@ -162,12 +162,6 @@ def use_cache(path: Path, worker: int, seconds: float, start: Any) -> int:
         count += 1
     cache.close()
     return count
-
-
-def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What ``function`` returns in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
 
 
 def cache_operations(folder: Path, processes: int, seconds: float) -> float:

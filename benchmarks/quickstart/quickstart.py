@@ -28,7 +28,7 @@ from arpo_algo import ARPOConfig, ARPOTrainer, ChatCodec, EntropyBranching, Roll
 from arpo_algo.evaluate import EvalResult
 from arpo_algo.sft import SFTConfig, SFTExample, SFTLearner, sft
 from arpo_algo.traces import encode_trace
-from arpo_algo.train import versions
+from arpo_algo.versions import versions
 from arpo_env.envs.world import WorldConfig, WorldTasks, world_vocabulary
 from arpo_env.envs.world_traces import DemonstrationNoise, demonstration
 

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arpo_algo.cli import main as arpo
 from arpo_algo.settings import read_toml
-from arpo_algo.train import versions
+from arpo_algo.versions import versions
 
 CONFIG = Path(os.path.relpath(Path(__file__).parent / "search.toml"))
 

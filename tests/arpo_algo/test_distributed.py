@@ -141,17 +141,6 @@ def test_weights_of_one_rank_are_those_of_the_model():
     merged = rank_cases.tiny_model(lora=True).merge_and_unload().state_dict()
     weights = dict(alone.weights())
     assert merged.keys() - weights.keys() == {"lm_head.weight"} and all(torch.equal(merged[name], weight) for name, weight in weights.items())
-    with pytest.raises(ValueError, match="expected a model with an adapter of peft, got LlamaForCausalLM"):
-        rank_cases.learner(Ranks()).adapter()
-
-
-def test_the_adapter_is_whole(ranks):
-    from peft import get_peft_model_state_dict
-
-    expected = get_peft_model_state_dict(rank_cases.tiny_model(lora=True))
-    for of_rank in ranks:
-        assert of_rank["weights"]["adapter"].keys() == expected.keys()
-        assert all(torch.equal(of_rank["weights"]["adapter"][name], tensor) for name, tensor in expected.items())
 
 
 def test_a_rank_holds_its_part_only(ranks):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from arpo_env import math_grading
-from arpo_env._workers import WorkerPool
+from arpo_env._workers import WorkerDied, WorkerLate, WorkerPool
 from arpo_env.core import Episode, ExecutedCall
 from arpo_env.formats import ParsedTurn, Tags
 from arpo_env.math_grading import GraderPool, clean, default_pool, hostile, math_equal
@@ -221,18 +221,19 @@ def test_ordinary_answers_are_not_hostile(text: str) -> None:
 
 def test_a_late_worker_is_killed_and_counted_and_the_next_pair_is_graded() -> None:
     pool = GraderPool(size=1, deadline=60.0)
-    assert pool.verdict("1/2", "0.5") is True
+    assert pool.grade("1/2", "0.5") is True
     (first,) = pool.workers._all
     pool.deadline = 0.1
-    assert pool.verdict("x^{9999}-1=(x-1)^{9999}", "5") is None  # sympy expands it for minutes
+    with pytest.raises(WorkerLate):
+        pool.grade("x^{9999}-1=(x-1)^{9999}", "5")  # sympy expands it for minutes
     assert first.process.returncode is not None
     pool.deadline = 60.0
-    assert pool.verdict("2+3", "5") is True
+    assert pool.grade("2+3", "5") is True
     (second,) = pool.workers._all
     assert second.process.pid != first.process.pid
     second.process.kill()
     second.process.wait()
-    assert pool.verdict("2+4", "5") is False  # a worker that died while idle costs no pair
+    assert pool.grade("2+4", "5") is False  # a worker that died while idle costs no pair
     assert pool.counts == {"graded": 3, "unreadable": 0, "refused": 0, "timeouts": 1, "died": 0}
     (third,) = pool.workers._all
     pool.close()
@@ -264,10 +265,11 @@ def mute_workers() -> WorkerPool:
     return WorkerPool([sys.executable, "-c", "print('{}', flush=True); input()"], size=1, start_deadline=60.0)
 
 
-def test_a_worker_that_dies_of_a_pair_makes_it_ungradable() -> None:
+def test_a_worker_that_dies_of_a_pair_is_counted_and_let_go() -> None:
     pool = GraderPool(size=1, deadline=60.0)
     pool.workers = mute_workers()
-    assert pool.verdict("1", "1") is None
+    with pytest.raises(WorkerDied):
+        pool.grade("1", "1")
     assert pool.counts["died"] == 1 and not pool.workers._all
 
 
