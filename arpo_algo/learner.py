@@ -303,15 +303,16 @@ class Learner:
     def _mode(self) -> Iterator[None]:
         """Evaluation mode, dropout off; layers that checkpoint their activations do so only when they believe that they train, so they alone are told so."""
         self.model.eval()
-        layers = [layer for layer in self.model.modules() if getattr(layer, "gradient_checkpointing", False)]
-        hooks = [hook for layer in layers for hook in _evaluating(layer)]
+        marked = {layer: _evaluating(layer) for layer in self.model.modules() if getattr(layer, "gradient_checkpointing", False)}
+        layers = [layer for layer, hooks in marked.items() if hooks] or marked  # what holds such layers need not train, and may drop activations itself
         for layer in layers:
             layer.training = True
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            for hooks in marked.values():
+                for hook in hooks:
+                    hook.remove()
             self.model.eval()
             reshard(self.logprobs)
 
