@@ -218,7 +218,8 @@ class Learner:
     def _minibatches(self, rows: Rows) -> Iterator[Rows]:
         """The rows of each optimiser step. Weights are scaled by the share of rows, so that each step is a mean over its own trajectories.
 
-        Groups are drawn in a random order and so are the rows of each, which stay together: a step computes once what they share.
+        Groups are drawn in a random order and so are the rows of each, which stand side by side: a step computes once what they share. Steps have equally many
+        rows, so a group is cut where one ends in its middle.
         """
         for epoch in range(self.config.epochs if len(rows) else 0):
             order = np.arange(len(rows))
