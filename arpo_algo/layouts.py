@@ -50,8 +50,9 @@ class Costs:
         config, embeddings, head = lm.config.get_text_config(), lm.get_input_embeddings(), lm.get_output_embeddings()
         vocabulary = {id(layer.weight): layer.weight.numel() for layer in (embeddings, head) if layer is not None}
         body = sum(parameter.numel() for parameter in model.parameters()) - sum(vocabulary.values())
-        width = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-        return cls(token=6.0 * body, pair=14.0 * width * config.num_hidden_layers, target=8.0 * (0 if head is None else head.weight.numel()))
+        layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers  # heads may differ from layer to layer
+        width = sum(of.num_attention_heads * (getattr(of, "head_dim", None) or of.hidden_size // of.num_attention_heads) for of in layers)
+        return cls(token=6.0 * body, pair=14.0 * width, target=8.0 * (0 if head is None else head.weight.numel()))
 
     def gain(self, shared: Sharing) -> float:
         """Predicted time of padded rows over that of their tree; 1 where nothing is shared."""

@@ -214,7 +214,8 @@ class Learner:
     def _minibatches(self, rows: Rows) -> Iterator[Rows]:
         """The rows of each optimiser step. Weights are scaled by the share of rows, so that each step is a mean over its own trajectories.
 
-        Groups are drawn in a random order and so are the rows of each, which stay together: a step computes once what they share.
+        Groups are drawn in a random order and so are the rows of each, which stand side by side: a step computes once what they share. Steps have equally many
+        rows, so a group is cut where one ends in its middle.
         """
         for epoch in range(self.config.epochs if len(rows) else 0):
             order = np.arange(len(rows))
@@ -299,15 +300,16 @@ class Learner:
     def _mode(self) -> Iterator[None]:
         """Evaluation mode, dropout off; layers that checkpoint their activations do so only when they believe that they train, so they alone are told so."""
         self.model.eval()
-        layers = [layer for layer in self.model.modules() if getattr(layer, "gradient_checkpointing", False)]
-        hooks = [hook for layer in layers for hook in _evaluating(layer)]
+        marked = {layer: _evaluating(layer) for layer in self.model.modules() if getattr(layer, "gradient_checkpointing", False)}
+        layers = [layer for layer, hooks in marked.items() if hooks] or marked  # what holds such layers need not train, and may drop activations itself
         for layer in layers:
             layer.training = True
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            for hooks in marked.values():
+                for hook in hooks:
+                    hook.remove()
             self.model.eval()
             reshard(self.logprobs)
 

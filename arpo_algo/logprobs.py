@@ -94,16 +94,24 @@ class TokenLogprobs(nn.Module):
         return Trunk.of(computed, hidden, logprobs, entropies)
 
     def has_plain_head(self, token_ids: Tensor) -> bool:
-        """Whether the model's logits are its output layer applied to hidden states and nothing more, tried with the first two tokens of (R, T)."""
+        """Whether the model's logits are its output layer applied to hidden states and nothing more, tried with the first two tokens of (R, T).
+
+        The layer's own logits are exchanged for a wide range of numbers: a cap leaves the small ones of a new model nearly as they are, and would be missed.
+        """
         head = self._output_layer()
         if head is None:
             return False
         given: list[Tensor] = []
-        hook = head.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+
+        def exchange(_: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> Tensor:
+            given.append(torch.linspace(-100, 100, logits.numel(), dtype=logits.dtype, device=logits.device).view_as(logits))
+            return given[-1]
+
+        hook = head.register_forward_hook(exchange)
         try:
             with torch.no_grad():
                 logits = self._forward(input_ids=token_ids[:1, :2])
-                return len(given) == 1 and _same(head(given[0]), logits)
+                return len(given) == 1 and _same(given[0], logits)
         finally:
             hook.remove()
 

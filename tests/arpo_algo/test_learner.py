@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+)
 
 from arpo_algo.advantages import group_advantages, soft
 from arpo_algo.learner import Learner, LearnerConfig, add_lora
@@ -455,6 +464,26 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing():
     torch.testing.assert_close(gradient_of(model, rows, gradient_checkpointing=True, layout="padded"), plain)
     assert len(calls) == 3  # the two-token check of the head, the forward, the recomputation
     assert not any(module.training for module in model.modules())
+
+
+def test_dropout_stays_off_around_the_layers_that_recompute():
+    torch.manual_seed(0)
+    config = Starcoder2Config(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, embedding_dropout=0.5
+    )
+    model = Starcoder2ForCausalLM(config).double().eval()
+    rows = rows_of(rollout(model, LENGTHS))
+    plain = gradient_of(model, rows)
+    torch.testing.assert_close(gradient_of(model, rows, gradient_checkpointing=True), plain)
+
+
+def test_a_cap_that_does_not_bind_yet_is_seen():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = Gemma2ForCausalLM(Gemma2Config(**sizes, head_dim=8, final_logit_softcapping=30.0)).eval()
+    assert not TokenLogprobs(model).has_plain_head(torch.arange(2)[None])
+    model.config.final_logit_softcapping = None
+    assert TokenLogprobs(model).has_plain_head(torch.arange(2)[None])
 
 
 def test_bfloat16_keeps_weights_and_logprobs_in_float32():

@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from arpo_algo import tree_attention, tree_support
+from arpo_algo.layouts import Costs
 from arpo_algo.learner import add_lora
 from arpo_algo.token_tree import build_tree
 from arpo_algo.tree_attention import Backend, model_inputs
@@ -74,6 +75,7 @@ PATH: dict[str, dict[str, Any]] = {
     "ModernBertDecoder": {"local_attention": 2 * WINDOW, "cls_token_id": 1, "sep_token_id": 2},
     "DeepseekV3": {**LATENT, **EXPERTS, **GROUPS},
     "MiniCPM3": LATENT,
+    "Gemma4Text": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16, "hidden_size_per_layer_input": 8},
 }
 """Config classes of models that take the first choice on a CPU."""
 DENSE: dict[str, tuple[dict[str, Any], str]] = {
@@ -161,6 +163,7 @@ def test_models_that_take_a_tree(name: str) -> None:
     support = tree_support.tree_support(model)
     assert support == tree_support.TreeSupport("path")
     assert error_of(model, "path") < 1e-5
+    assert Costs.of(model).pair > 0  # whatever its config calls the sizes
 
 
 @pytest.mark.parametrize("name", DENSE)
