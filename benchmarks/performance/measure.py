@@ -66,9 +66,13 @@ def _resident(name: str) -> float:
     return next(int(line.split()[1]) * 1024 / 1e6 for line in _lines("/proc/self/status") if line.startswith(f"{name}:"))
 
 
+ALONE = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "4194304", "MALLOC_TRIM_THRESHOLD_": "8388608"}
+"""Environment of a process whose memory is measured: one thread, large blocks given back to the system as soon as they are free."""
+
+
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of a module returns, called in a process of its own: one thread, large blocks of memory given back to the system as soon as free."""
-    os.environ.update(OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="4194304", MALLOC_TRIM_THRESHOLD_="8388608")  # the forkserver starts with them
+    """What a function of a module returns, called in a process of its own with the environment ``ALONE``."""
+    os.environ.update(ALONE)  # the forkserver starts with them
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "arpo_algo.learner"])
     with context.Pool(1) as pool:
