@@ -16,9 +16,11 @@ quickstart: $(VENV)/.installed
 quickstart-smoke: $(VENV)/.installed
 	$(BIN)/python benchmarks/quickstart/quickstart.py --smoke --out runs/quickstart-smoke
 
+# train_10k.parquet and search_cache.json of the ARPO authors' repository.
+DATA ?= ../shared/data
 real-model: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[gguf]'
-	$(BIN)/python benchmarks/real_model/run.py
+	$(BIN)/python benchmarks/real_model/run.py --data $(DATA)
 
 # Ours beside the peers, in under 15 minutes; writes benchmarks/RESULTS.md.
 bench: $(VENV)/.installed

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -86,6 +86,16 @@ class BranchingStrategy(Protocol):
     def allocate(self, points: Sequence[BranchPoint], budget: int, rng: np.random.Generator) -> list[Allocation]:
         """One allocation for each point; their children add up to at most ``budget``. ``rng`` depends on the seed of the group and the round alone."""
         ...
+
+
+def check_strategy(strategy: object) -> None:
+    """Raise ``TypeError`` for what is no strategy and ``ValueError`` for a ``timing`` that does not exist, which would never branch and say nothing."""
+    if isinstance(strategy, type):
+        raise TypeError(f"branching must be an object, got the class {strategy.__name__}: write {strategy.__name__}()")
+    if not callable(getattr(strategy, "allocate", None)):
+        raise TypeError(f"branching must be an object with a method allocate(points, budget, rng), got {strategy!r}")
+    if (timing := getattr(strategy, "timing", None)) not in get_args(Timing):
+        raise ValueError(f"{type(strategy).__name__}.timing must be one of {', '.join(map(repr, get_args(Timing)))}, got {timing!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

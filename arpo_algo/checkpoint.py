@@ -321,7 +321,7 @@ def _compare(saved: Mapping[str, Any], current: Mapping[str, Any], folder: Path)
     names = sorted(name for name in then.keys() | now.keys() if then.get(name, "(absent)") != now.get(name, "(absent)"))
     if names:
         listed = "; ".join(f"{name}: checkpoint {then.get(name, '(absent)')!r}, now {now.get(name, '(absent)')!r}" for name in names)
-        raise CheckpointError(f"{folder} was written with other settings: {listed}")
+        raise CheckpointError(f"{folder} was written with other settings: {listed}; give another run_dir to start anew")
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from arpo_algo.branching import AnyBranching, EntropyBranching
+from arpo_algo.branching import AnyBranching, EntropyBranching, check_strategy
 from arpo_algo.learner import LearnerConfig
 from arpo_algo.rollout_config import RolloutConfig
 
@@ -72,6 +72,7 @@ class ARPOConfig(LearnerConfig):
                 f"rollout.top_p must be 1 in training, got {self.rollout.top_p}: the learner's probabilities are over the full vocabulary,"
                 " so the ratio would not start at 1"
             )
+        check_strategy(self.branching)
         self._check_counts()
 
     def _check_counts(self) -> None:

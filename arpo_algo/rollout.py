@@ -25,7 +25,7 @@ from typing import Any
 
 import gymnasium
 
-from arpo_algo.branching import BranchingStrategy
+from arpo_algo.branching import BranchingStrategy, check_strategy
 from arpo_algo.codec import Codec
 from arpo_algo.entropy import Window
 from arpo_algo.env_source import EnvSource
@@ -360,6 +360,7 @@ async def sample_groups(
     ``env``: one environment, which is reset for each group and forked for each trajectory; or a function that makes environments.
     A task whose prompt leaves no room is skipped with a warning; when none is left, :class:`PromptTooLong` is raised.
     """
+    check_strategy(strategy)
     worker = EnvWorker(config.env_workers, config.step_timeout)
     env_lock = asyncio.Lock()
     places = asyncio.Semaphore(config.live_groups)

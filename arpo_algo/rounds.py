@@ -112,6 +112,8 @@ def _in_order(points: Sequence[tuple[Snapshot, BranchPoint]]) -> list[tuple[Snap
 
 
 def _check(strategy: BranchingStrategy, allocations: Sequence[Allocation], points: int, budget: int) -> None:
+    if not isinstance(allocations, Sequence) or not all(isinstance(allocation, Allocation) for allocation in allocations):
+        raise TypeError(f"{strategy} must return a list of Allocation, got {allocations!r}")
     children = [allocation.children for allocation in allocations]
     if len(children) != points or min(children, default=0) < 0 or sum(children) > budget:
         raise ValueError(f"{strategy} must give one allocation for each of {points} points, at most {budget} children in all; got {children}")

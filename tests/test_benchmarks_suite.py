@@ -101,7 +101,7 @@ def test_the_lines_of_an_update() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"short": True}, [("1M", 16, 2, 5), ("20M", 16, 1, 3)]),
+        ({"short": True}, [("1M", 16, 2, 5), ("20M", 16, 1, 4)]),
         ({"short": False}, [("1M", 16, 3, 5), ("20M", 16, 3, 5), ("135M", 8, 1, 5)]),
         ({"short": True, "device": "cuda", "sizes": ["135M"]}, [("135M", 16, 2, 5)]),
         ({"short": False, "sizes": ["135M"], "ratios": [3.0]}, [("135M", 8, 1, 1)]),

@@ -75,8 +75,9 @@ class Peer:
 class Plain(gymnasium.Env[str, str]):
     """What one writes by hand."""
 
+    action_space = observation_space = spaces.Text(1000)  # of the class, so that no copy holds a copy of it: ours share theirs too
+
     def __init__(self) -> None:
-        self.action_space = self.observation_space = spaces.Text(1000)
         self.calls = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +68,26 @@ def status_bytes(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in _lines("/proc/self/status") if line.startswith(f"{name}:"))
 
 
+ALONE = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "4194304", "MALLOC_TRIM_THRESHOLD_": "8388608"}
+"""Environment of a process whose memory is measured: one thread, large blocks given back to the system as soon as they are free."""
+
+
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of a module returns, called in a process of its own: one thread, large blocks of memory given back to the system as soon as free."""
-    os.environ.update(OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="4194304", MALLOC_TRIM_THRESHOLD_="8388608")  # the forkserver starts with them
+    """What a function of a module returns, called in a process of its own with the environment ``ALONE``."""
+    os.environ.update(ALONE)  # the forkserver starts with them
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "arpo_algo.learner"])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:  # says so where the process dies; a multiprocessing.Pool would wait for ever
-        return pool.submit(function, *arguments).result()
+    return _called(context, function, *arguments)
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function of a module returns, called in a new process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
+    return _called(multiprocessing.get_context("spawn"), function, *arguments)
+
+
+def _called(context: BaseContext, function: Callable[..., Any], *arguments: Any) -> Any:
+    with ProcessPoolExecutor(1, mp_context=context) as pool:  # says so where the process dies; a multiprocessing.Pool would wait for ever
+        return pool.submit(function, *arguments).result()
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:

@@ -205,7 +205,9 @@ def quickstart(*, cold_steps: int, steps: int, seed: int) -> tuple[Comparison, d
     whole, sampling, update = 1000 * np.diff(marks[1:, 0]), 1000 * (marks[1:-1, 1] - marks[1:-1, 0]), 1000 * (marks[1:-1, 3] - marks[1:-1, 2])
     loop = {"sampling ms": sampling.mean(), "update ms": update.mean(), "rest ms": (whole - sampling - update).mean(), "whole ms": whole.mean()}
     runs, trees = profile.runs[1:-1], [tree for step in trainer.trees[1:-1] for tree in step]
-    return comparison("quickstart, a step's sampling", runs), line("quickstart", runs, trees), {name: float(value) for name, value in loop.items()}
+    whole = settings.sft.steps
+    note = "" if cold_steps == whole else f"cold start of {cold_steps} steps in place of {whole}: longer turns, more time in the model"
+    return comparison("quickstart, a step's sampling", runs, note=note), line("quickstart", runs, trees), {name: float(value) for name, value in loop.items()}
 
 
 # -- the 135M model ----------------------------------------------------------------------------------------------------------------------------------------

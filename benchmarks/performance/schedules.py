@@ -364,12 +364,12 @@ def comparisons(name: str, script: Script, found: Sequence[Mapping[str, Played]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--short", action="store_true", help="three seeds, the three distributions, ARPO only")
-    parser.add_argument("--seeds", type=int, default=None, help="7, or 3 in the short form")
+    parser.add_argument("--short", action="store_true", help="the three distributions, ARPO only: seconds in place of minutes")
+    parser.add_argument("--seeds", type=int, default=7)
     parser.add_argument("--real", type=int, default=None, help="seeds to repeat in real time: 1, or none in the short form")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    seeds, real = options.seeds or (3 if options.short else 7), (not options.short) if options.real is None else options.real
+    seeds, real = options.seeds, (not options.short) if options.real is None else options.real
     rows: list[Comparison] = []
     seconds: list[Row] = []
     for name, script in CASES.items():

@@ -34,7 +34,7 @@ def number(value: Any) -> str:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if isinstance(value, int) or abs(value) >= 1000:
+    if isinstance(value, int) or abs(value) >= 999.5:  # 999.9 would be 1e+03
         return f"{value:,.0f}"
     return f"{value:.3g}"
 

@@ -115,7 +115,7 @@ def best_padded(setting: Setting) -> tuple[int, dict[str, float]]:
     longest = int(rows.lengths.max())
     tried = {longest * count: 0.0 for count in ((1, 2, 4) if setting.device == "cpu" else (2, 4, 8, 16))}
     for tokens in tried:
-        tried[tokens] = min(step_cost(lm, rows, setting, layout="padded", micro_batch_tokens=tokens).cpu_s for _ in range(2 if setting.size == "1M" else 1))
+        tried[tokens] = min(step_cost(lm, rows, setting, layout="padded", micro_batch_tokens=tokens).cpu_s for _ in range(2))
     return min(tried, key=lambda tokens: tried[tokens]), {f"{tokens:,} tokens": seconds for tokens, seconds in tried.items()}
 
 
@@ -190,7 +190,7 @@ def comparisons(setting: Setting, measured: Measured, padded_tokens: int) -> lis
     if whole := measured.costs.get("padded, one batch"):
         seconds = measured.seconds("padded, one batch")
         alternatives.append(seconds)
-        lines.append(compared(name, tree, seconds, peer="one padded batch", unit=unit, limit=measured.tokens))
+        lines.append(compared(name, tree, seconds, peer="one padded batch", unit=unit, note="no limit: large tensors are slower"))
         if measured.ratio == MEMORY_RATIO:
             peaks = [[each.peak_mb for each in side] for side in (measured.costs["tree"], whole)]
             lines.append(compared(f"{name}, peak memory", *peaks, peer="one padded batch", unit="MB", bar=MEMORY_BAR, note="above weights and gradients"))
@@ -275,7 +275,7 @@ def _planned(arguments: argparse.Namespace, size: str) -> Setting:
     elif size in ("135M", "500M"):
         setting = replace(setting, rows=8, repeats=1, checkpointing=True, always_whole=False)
     elif short and size == "20M":
-        setting = replace(setting, repeats=1, ratios=(1.5, 3.0, 5.0))
+        setting = replace(setting, repeats=1, ratios=RATIOS[1:])
     return replace(setting, ratios=tuple(arguments.ratios)) if arguments.ratios else setting
 
 

@@ -39,7 +39,7 @@ class Settings:
     """What is run."""
 
     data: Path = Path("../shared/data")
-    """Folder with train_10k.parquet and search_cache.json of the ARPO authors' repository (github.com/dongguanting/ARPO)."""
+    """Folder with train_10k.parquet and search_cache.json of the ARPO authors' repository (github.com/RUC-NLPIR/ARPO)."""
     model: Path = FetchSettings.out
     """Folder of the model; fetched when it is not there."""
     out: Path = Path("runs/real-model")

@@ -23,6 +23,7 @@ from arpo_algo.branching import (
     TopEntropyBranching,
     UniformBranching,
 )
+from arpo_algo.config import ARPOConfig
 
 EVERY: list[Callable[[int], BranchingStrategy]] = [
     lambda z: EntropyBranching(children=z),
@@ -208,3 +209,17 @@ def test_bad_settings_are_refused() -> None:
     for scaled in (EntropyBranching, LowEntropyBranching, TopEntropyBranching):
         with pytest.raises(ValueError, match=r"scale must be one of .*'log_vocab'.* got 'bits'"):
             scaled(scale=scale)
+
+
+def test_what_is_no_strategy_is_refused_before_anything_is_sampled() -> None:
+    class Misspelt(UniformBranching):
+        timing: Any = "each round"
+
+    strategy: Any
+    for strategy, error, message in (
+        (UniformBranching, TypeError, r"must be an object, got the class UniformBranching: write UniformBranching\(\)"),
+        ("UniformBranching", TypeError, r"with a method allocate\(points, budget, rng\), got 'UniformBranching'"),
+        (Misspelt(), ValueError, r"Misspelt.timing must be one of 'each_round', 'at_end', 'never', got 'each round'"),
+    ):
+        with pytest.raises(error, match=message):
+            ARPOConfig(branching=strategy)

@@ -140,6 +140,18 @@ def test_a_strategy_that_gives_away_what_it_has_not_is_named(given_out: list[int
     assert env.events.count("close") == env.events.count("fork")
 
 
+@pytest.mark.parametrize("returned", [None, [1, 0]])
+def test_a_strategy_that_returns_no_allocations_is_named(returned: Any) -> None:
+    class Bare:
+        timing: ClassVar[Any] = "each_round"
+
+        def allocate(self, points: Sequence[BranchPoint], budget: int, rng: np.random.Generator) -> list[Allocation]:
+            return returned  # type: ignore[no-any-return]
+
+    with pytest.raises(TypeError, match="must return a list of Allocation, got"):
+        sample(Writer(by_count(["a", "e1"], [0.1, 0.9])), Talk(echo), Bare())
+
+
 # -- windows ---------------------------------------------------------------------------------------------------------------------------------------------
 
 
