@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from arpo_algo.policies.base_attention import base_attention
-from arpo_algo.policies.kv_cache import NO_BASE, Ids, KVCache, common_prefix
+from arpo_algo.policies.kv_buffers import Ids
+from arpo_algo.policies.kv_cache import NO_BASE, KVCache, common_prefix
 
 MIN_BASE = 256
 """Fewest tokens of a prompt that the trajectories of a tree share as a base; see :mod:`arpo_algo.policies.base_attention`. Below, a second attention call for

@@ -27,7 +27,7 @@ The class is a transformers ``Cache``: a model writes each row's new keys and va
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,8 +36,7 @@ from numpy.typing import NDArray
 from transformers.cache_utils import Cache
 
 from arpo_algo.policies.base_attention import BasePlan, BaseRows
-
-Ids = NDArray[np.int64]
+from arpo_algo.policies.kv_buffers import Ids, KVBuffers, Placement
 
 _LENGTH_STEP = 16
 """The attended length is rounded up to a multiple of this. With a ragged end the CPU attention kernel adds in another order, and the numbers of a row
@@ -48,38 +47,6 @@ _COMPARED = 16
 """Tokens of all rows that are compared first, and how many times more next: most rows part from a sequence soon, and idle ones are many."""
 _QUERY_STEP = 4
 """Likewise the number of queries in a prefill: CPU matrix kernels treat a remainder of one to three rows apart."""
-
-
-@dataclass(slots=True)
-class _Write:
-    """Where the keys and values of one forward go."""
-
-    rows: slice | torch.Tensor
-    """Of the forward: a slice where they stand side by side, so that they are read where they are."""
-    length: int
-    """Keys that are attended to."""
-    new: tuple[Ids, Ids]
-    """Row of the forward and query of each new token, the padded ones left out."""
-    at: tuple[Ids, Ids]
-    """Row of the cache and position that it goes to."""
-    queries: int
-    _places: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-
-    def into(self, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Writes the new vectors (rows, heads, queries, head_dim) and returns all that is attended to (rows, heads, length, head_dim)."""
-        heads, capacity, width = buffer.shape[1:]
-        if heads not in self._places:  # once for all layers
-            source, target = (
-                torch.from_numpy((row[:, None] * heads + np.arange(heads)) * steps + step[:, None]).flatten().to(buffer.device)
-                for (row, step), steps in ((self.new, self.queries), (self.at, capacity))
-            )
-            self._places[heads] = source, target
-        source, target = self._places[heads]
-        vectors = states.reshape(-1, width)
-        in_order = self.queries == 1 and len(vectors) == len(source)
-        buffer.view(-1, width).index_copy_(0, target, vectors if in_order else vectors.index_select(0, source))
-        attended = buffer[:, :, : self.length]
-        return attended[self.rows] if isinstance(self.rows, slice) else attended.index_select(0, self.rows)
 
 
 @dataclass(slots=True)
@@ -99,7 +66,7 @@ class Base:
         return self.cache.bytes
 
     def rows(self, rows: Ids, device: torch.device) -> BaseRows:
-        keys, values = self.cache._keys, self.cache._values
+        keys, values = self.cache.buffers.keys, self.cache.buffers.values
         length = len(self.ids)
         if self.hidden is None and length % _LENGTH_STEP:
             self.hidden = torch.zeros((1, 1, 1, self.cache.capacity), dtype=keys[0].dtype, device=device)
@@ -136,10 +103,8 @@ class KVCache(Cache):
         self._offset: Ids = np.zeros(rows, np.int64)  # and its length
         self._used: Ids = np.full(rows, -1, np.int64)  # when each row was last used; -1: empty
         self._clock = 0
-        self._keys: list[torch.Tensor] = []  # a layer: (rows, heads, capacity, head_dim)
-        self._values: list[torch.Tensor] = []
-        self._token_bytes = 0  # of one token over all layers, known from the first forward on
-        self._write: _Write | None = None
+        self.buffers = KVBuffers()
+        self._placement: Placement | None = None  # of the forward under way
 
     @property
     def rows(self) -> int:
@@ -157,20 +122,20 @@ class KVCache(Cache):
     @property
     def bytes(self) -> int:
         """What keys and values take, those of the bases included."""
-        return self._token_bytes * self.rows * self.capacity + sum(base.bytes for base in self.bases.values())
+        return self.buffers.token_bytes * self.rows * self.capacity + sum(base.bytes for base in self.bases.values())
 
     # --- what the model calls -------------------------------------------------------------------------------------------------------------------
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's keys and values, (rows of this forward, heads, attended length, head_dim), with the new ones written in."""
-        write = self._write
-        assert write is not None, "inputs() comes before the forward"
-        while len(self._keys) <= layer_idx:
-            # Zeros, not empty: what lies beyond a row's end is masked, and 0 * NaN would still be NaN.
-            self._keys.append(key_states.new_zeros((self.rows, key_states.shape[1], self.capacity, key_states.shape[3])))
-            self._values.append(value_states.new_zeros((self.rows, value_states.shape[1], self.capacity, value_states.shape[3])))
-            self._token_bytes = sum(b.shape[1] * b.shape[3] * b.element_size() for b in (*self._keys, *self._values))
-        return write.into(self._keys[layer_idx], key_states), write.into(self._values[layer_idx], value_states)
+        placement, buffers = self._placement, self.buffers
+        assert placement is not None, "inputs() comes before the forward"
+        while len(buffers.keys) <= layer_idx:
+            buffers.add_layer(key_states, value_states, rows=self.rows, capacity=self.capacity)
+        keys, values = buffers.keys[layer_idx], buffers.values[layer_idx]
+        placement.write(keys, key_states)
+        placement.write(values, value_states)
+        return placement.read(keys), placement.read(values)
 
     # --- what the decoder calls -----------------------------------------------------------------------------------------------------------------
 
@@ -189,14 +154,7 @@ class KVCache(Cache):
         # Padding queries repeat the last real position: positions past the context would overflow a learned position table.
         own = np.minimum(start[:, None] + np.minimum(offset, np.maximum(counts, 1)[:, None] - 1), self.capacity - 1)
         row, query = (offset < counts[:, None]).nonzero()
-        neighbours = int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((rows[1:] > rows[:-1]).all())
-        self._write = _Write(
-            rows=slice(int(rows[0]), int(rows[-1]) + 1) if neighbours else torch.from_numpy(rows).to(device),
-            length=length,
-            new=(row, query),
-            at=(rows[row], own[row, query]),
-            queries=queries,
-        )
+        self._placement = Placement(rows=rows, length=length, queries=queries, new=(row, query), at=(rows[row], own[row, query]))
         hidden = torch.arange(length, device=device) > torch.from_numpy(own).to(device)[:, None, :, None]
         # Not -inf: the kernel reports a log-sum-exp of 0 where everything is hidden, and in a run of own keys that may be.
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)
@@ -220,7 +178,7 @@ class KVCache(Cache):
     def computed(self, rows: Ids, counts: Ids) -> None:
         """Records that the forward prepared by ``inputs`` has run."""
         self.lengths[rows] += counts
-        self._write = None
+        self._placement = None
 
     def find_base(self, ids: Ids) -> int | None:
         """The number of the base that consists of ``ids``."""
@@ -229,11 +187,12 @@ class KVCache(Cache):
     def add_base(self, ids: Ids) -> int:
         """The number of a new base, whose row 0 is left to compute from ``lengths[0]`` on: it begins with what another base has of it."""
         cache = KVCache(max_bytes=0, rows=1, capacity=_up(len(ids), _LENGTH_STEP))
-        cache._token_bytes = self._token_bytes
+        cache.buffers.token_bytes = self.buffers.token_bytes
         cache.claim(ids)
         like = max(self.bases.values(), key=lambda base: common_prefix(base.ids, ids[:-1]), default=None)
         if like is not None and (common := common_prefix(like.ids, ids[:-1])):
-            cache.copy_from(like.cache, common)
+            cache.buffers.begin_with(like.cache.buffers, common, rows=1, capacity=cache.capacity)
+            cache.lengths[0] = common
         self._bases_made += 1
         self.bases[self._bases_made] = Base(ids, cache, self._clock)
         if self.rows > (rows := max(self._affordable(self.capacity), self.active + 1)):  # idle rows make room for it
@@ -276,7 +235,7 @@ class KVCache(Cache):
         if self.lengths[row] > common or row in self.in_use:
             source, row = row, self._spare(keep=row)
             if row != source:  # else the source is the only idle row, and is shortened in place
-                self._copy(source, row, common)
+                self.buffers.copy(source, row, common)
         self.lengths[row] = common
         self.tokens[row, : len(ids)] = ids
         self._base[row] = base
@@ -317,9 +276,8 @@ class KVCache(Cache):
         self._base[:] = NO_BASE
         self._offset[:] = 0
         self.bases.clear()
-        self._keys.clear()
-        self._values.clear()
-        self._write = None
+        self.buffers.clear()
+        self._placement = None
 
     # --- rows ---------------------------------------------------------------------------------------------------------------------------------
 
@@ -349,7 +307,7 @@ class KVCache(Cache):
     def _affordable(self, capacity: int) -> int:
         """How many rows of this capacity ``max_bytes`` pays for; unbounded while the shape of the buffers is not known."""
         left = self.max_bytes - sum(base.bytes for base in self.bases.values())
-        return max(0, left) // (self._token_bytes * capacity) if self._token_bytes else 2 * self.rows
+        return max(0, left) // (self.buffers.token_bytes * capacity) if self.buffers.token_bytes else 2 * self.rows
 
     def _resize(self, rows: int, capacity: int) -> None:
         """New buffers. Where there are fewer rows, those in use are kept and the idle ones used last, in order."""
@@ -359,15 +317,7 @@ class KVCache(Cache):
             kept = np.sort(np.argsort(-worth, kind="stable")[:rows])
             self.in_use = np.searchsorted(kept, self.in_use).tolist()
 
-        def grown(old: torch.Tensor) -> torch.Tensor:
-            new = old.new_zeros((rows, old.shape[1], capacity, old.shape[3]))
-            new[: len(kept), :, : old.shape[2]] = old[torch.from_numpy(kept).to(old.device)]
-            return new
-
-        # One buffer at a time: old and new exist together for one layer only.
-        for buffers in (self._keys, self._values):
-            for layer, old in enumerate(buffers):
-                buffers[layer] = grown(old)
+        self.buffers.resize(kept, rows=rows, capacity=capacity)
         tokens = np.zeros((rows, capacity), np.int64)
         tokens[: len(kept), : self.capacity] = self.tokens[kept]
         self.tokens = tokens
@@ -379,28 +329,9 @@ class KVCache(Cache):
 
     def _swap(self, a: int, b: int) -> None:
         """Exchanges what two rows hold."""
-        of_a, of_b = int(self.lengths[a]), int(self.lengths[b])
-        for buffer in (*self._keys, *self._values):
-            held = buffer[a, :, :of_a].clone()
-            if of_b:
-                buffer[a, :, :of_b] = buffer[b, :, :of_b]
-            buffer[b, :, :of_a] = held
+        self.buffers.swap(a, int(self.lengths[a]), b, int(self.lengths[b]))
         for array in (self.tokens, self.lengths, self._used, self._base, self._offset):
             array[[a, b]] = array[[b, a]]
-
-    def _copy(self, source: int, target: int, length: int) -> None:
-        if length:
-            for buffer in (*self._keys, *self._values):
-                buffer[target, :, :length] = buffer[source, :, :length]
-
-    def copy_from(self, other: KVCache, length: int) -> None:
-        """Row 0 begins with ``length`` tokens of row 0 of a cache of the same model."""
-        for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
-            for layer in theirs:
-                mine.append(layer.new_zeros((self.rows, layer.shape[1], self.capacity, layer.shape[3])))
-                mine[-1][0, :, :length] = layer[0, :, :length]
-        self._token_bytes = other._token_bytes
-        self.lengths[0] = length
 
     def _touch(self, row: int) -> None:
         self._clock += 1

@@ -25,7 +25,7 @@ import torch
 from arpo_algo.checkpoint import copy_weights, read_weights
 from arpo_algo.policies.base import Generation, SamplingParams, check_prompt
 from arpo_algo.policies.decoding import MIN_BASE, CachedDecoder, Decoder, DecodingStats, RecomputingDecoder, evaluating, why_not_cached
-from arpo_algo.policies.kv_cache import Ids
+from arpo_algo.policies.kv_buffers import Ids
 from arpo_algo.policies.model_info import model_context_length, model_eos_ids, model_vocab_size
 from arpo_algo.policies.sampling import sample, seed_key, uniforms
 from arpo_algo.policies.stops import Endings, StopDetector

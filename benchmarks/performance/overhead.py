@@ -54,6 +54,7 @@ from arpo_env.envs.world_traces import FLAWLESS, demonstration
 ROOT = f"{Path(__file__).resolve().parents[2]}/"
 PARTS = {
     "arpo_algo/policies/kv_cache.py": "cache",
+    "arpo_algo/policies/kv_buffers.py": "cache",
     "arpo_algo/policies/decoding.py": "cache",
     "arpo_algo/policies/base_attention.py": "cache",
     "arpo_algo/policies/sampling.py": "sampling",

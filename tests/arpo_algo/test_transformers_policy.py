@@ -233,7 +233,7 @@ def filled(cache: KVCache, *rows: Sequence[int]) -> None:
 
 def held(cache: KVCache, row: int) -> list[float]:
     """What a row holds, whether in use or idle."""
-    keys, values = cache._keys[0][row, 0, : cache.lengths[row], 0], cache._values[0][row, 0, : cache.lengths[row], 0]
+    keys, values = (layers[0][row, 0, : cache.lengths[row], 0] for layers in (cache.buffers.keys, cache.buffers.values))
     assert torch.equal(keys, -values)
     return [float(k) for k in keys]
 
