@@ -26,6 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 CPU_TILE = 2**20
 """Logits of a tile on a CPU, 4 MiB in float32. A quarter of it is about as fast, four times as much slower, at vocabularies from 2,048 to 49,152."""
+LEAST = -1e30
+"""Logits below are as good as this one: the exponential of both is 0, and sums over a vocabulary stay finite."""
 
 
 def head_logprobs(
@@ -146,7 +148,10 @@ def _tiles(tokens: int, vocabulary: int, elements: int) -> Iterator[tuple[slice,
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor:
-    return F.linear(hidden.to(dtype), weight[columns].to(dtype), None if bias is None else bias[columns].to(dtype))
+    """All finite: a bias of -inf rules a token out, but 0 * -inf is nan."""
+    if bias is None:
+        return F.linear(hidden.to(dtype), weight[columns].to(dtype))
+    return F.linear(hidden.to(dtype), weight[columns].to(dtype), bias[columns].to(dtype)).clamp_min_(max(LEAST, torch.finfo(dtype).min))
 
 
 def _places(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
@@ -183,7 +188,7 @@ def _score(head: nn.Module | None, hidden: Tensor, targets: Tensor, *, temperatu
     logprobs = log_p.gather(-1, targets[:, None]).squeeze(-1)
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         log_p1 = logits.log_softmax(-1) if temperature != 1 else log_p
-        entropies = -(log_p1.exp() * log_p1).sum(-1)
+        entropies = -(log_p1.exp() * log_p1.clamp_min(LEAST)).sum(-1)  # 0 * -inf is nan
     return logprobs, entropies
 
 

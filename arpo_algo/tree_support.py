@@ -190,7 +190,8 @@ class _Errors(NamedTuple):
 
 
 def _errors(outcome: _Outcome, alone: _Outcome) -> _Errors:
-    logits = (outcome.logits - alone.logits).abs().max() / alone.logits.abs().max()
+    differences = torch.where(outcome.logits == alone.logits, 0.0, outcome.logits - alone.logits)  # logits may be -inf
+    logits = differences.abs().max() / alone.logits[alone.logits.isfinite()].abs().max()
     norms = [float(grad.double().norm()) for grad in alone.grads]
     floor = max(1e-3 * max(norms, default=0.0), 1e-30)  # LoRA starts with gradients of exactly 0
     errors = [float((ours.double() - theirs.double()).norm()) for ours, theirs in zip(outcome.grads, alone.grads, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -89,13 +90,17 @@ def measured(**costs: Any) -> Any:
 
 def test_the_lines_of_an_update() -> None:
     setting = update.Setting(size="20M", rows=16, repeats=2, ratios=(3.0,))
-    one = measured(tree=[(2.0, 50), (2.0, 60)], padded=[(4.0, 20), (3.0, 20)], auto=[(2.5, 50), (2.0, 50)], padded_one=[(5.0, 100), (5.0, 90)])
-    padded, whole, memory, beside, auto = update.comparisons(setting, one, 1700)
+    one = measured(tree=[(2.0, 70), (2.0, 70)], padded=[(4.0, 20), (3.0, 20)], auto=[(2.5, 50), (2.0, 50)])
+    padded, auto = update.comparisons(setting, one, 1700)
     assert (padded.ratio, padded.low, padded.high, padded.limit, padded.bar, padded.met) == (1.75, 1.5, 2.0, 2.9, 1.8, False)
-    assert (whole.ratio, whole.bar) == (2.5, None)
-    assert (memory.ratio, memory.unit, memory.met) == (1.75, "MB", True)  # 100 / 50 and 90 / 60, of which it asks 1 / 0.65
-    assert (beside.ratio, beside.bar) == (pytest.approx((20 / 50 + 20 / 60) / 2), None)
     assert (auto.ratio, auto.met) == (0.9, False)  # beside the tree, the fastest: 2 / 2.5 and 2 / 2
+    once = {"tree": measure.Cost(2.2, 50), "padded": measure.Cost(4.0, 20), "padded, one batch": measure.Cost(5.5, 90)}
+    _, whole, memory, beside, _ = update.comparisons(setting, dataclasses.replace(one, returning=once), 1700)
+    assert (whole.ratio, whole.bar) == (2.5, None)
+    assert (memory.ratio, memory.unit, memory.met) == (1.8, "MB", True)  # 90 / 50, of which it asks 1 / 0.65
+    assert (beside.ratio, beside.bar) == (0.4, None)
+    apart = dataclasses.replace(one, ratio=1.0, costs={**one.costs, "packed": [measure.Cost(1.0, 0)] * 2})
+    assert update.comparisons(setting, apart, 1700)[-1].ratio == (1 / 2.5 + 1 / 2) / 2, "packed rows may be the fastest"
 
 
 @pytest.mark.parametrize(

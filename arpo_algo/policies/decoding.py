@@ -323,8 +323,9 @@ def _trial(model: torch.nn.Module, length: int, vocab_size: int, min_base: int |
         for slot, sequence in enumerate(slots):
             row = torch.from_numpy(sequence)[None].to(plain.device)
             expected = plain(keep=1, input_ids=row, use_cache=False)[0, -1].float()
-            error = max(error, float((logits[slot] - expected).abs().nan_to_num(torch.inf).max()))
-            scale = max(scale, float(expected.abs().max()))
+            differences = torch.where(logits[slot] == expected, 0.0, logits[slot] - expected)  # logits may be -inf
+            error = max(error, float(differences.abs().nan_to_num(torch.inf).max()))
+            scale = max(scale, float(expected[expected.isfinite()].abs().max()))
             slots[slot] = np.append(sequence, ids[slot])
         decoder.append(ids)
 

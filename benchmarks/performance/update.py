@@ -10,7 +10,8 @@ forward. Groups are those of ``shapes.py``: 16 trajectories (135M: 8, with gradi
 The packed tree is computed with the learner's default settings, cut at its trunk where it is larger than a micro-batch. It stands beside the best of several
 micro-batch sizes of padded rows, which a first trial on some of the rows finds, and beside all rows as one padded batch. ``auto`` is the learner with its
 default settings, beside the fastest of these (and not run again where it took the tree). The repetitions of a ratio run in one process of their own, taking
-turns. Peak memory is what the process grows by during an update, less the gradients.
+turns. Peak memory is what the process grows by during an update, less the gradients; it is measured in a process of its own, which gives back every large
+block of memory as soon as it is free.
 
 Where the rest goes: body and head are timed apart, on rows too short to have any attention to speak of; what a step takes beyond them for its tokens and
 targets is attention, packing, the optimiser, and what large tensors lose by not fitting into the caches.
@@ -23,14 +24,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from comparison import Comparison, Part, compared, show, write
-from measure import Cost, alone, cost
+from measure import RETURNING, Cost, alone, apart, cost
 from shapes import SIZES, Shape, group, model
 
 from arpo_algo.packing import Rows
@@ -52,11 +53,9 @@ class Setting:
     ratios: Sequence[float]
     device: str = "cpu"
     checkpointing: bool = False
-    always_whole: bool = False
-    """Whether one padded batch is timed at every ratio, or only at that of the memory."""
 
 
-Kind = Literal["tree", "padded", "padded, one batch", "auto"]
+Kind = Literal["tree", "padded", "padded, one batch", "packed", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +73,8 @@ class Measured:
     flops: float
     """Of the tree's update."""
     auto_layout: str
+    returning: Mapping[Kind, Cost] = field(default_factory=dict)
+    """Of one update in a process that gives memory back; empty where that was not measured."""
 
     def seconds(self, kind: Kind) -> list[float]:
         return [each.cpu_s for each in self.costs[kind]]
@@ -135,8 +136,8 @@ def at_ratio(setting: Setting, ratio: float, padded_tokens: int) -> Measured:
     same = auto_layout == "tree"
     if not same:
         settings["auto"] = {"layout": "auto"}
-    if setting.always_whole or ratio == MEMORY_RATIO:
-        settings["padded, one batch"] = {"layout": "padded", "micro_batch_tokens": WHOLE}
+    if ratio < 2:  # where rows share little, it may be better to pack them as they are
+        settings["packed"] = {"layout": "packed"}
     costs: dict[Kind, list[Cost]] = {kind: [] for kind in settings}
     if setting.device != "cpu":
         step_cost(lm, rows, setting, **settings["tree"])  # kernels are compiled and loaded at their first use
@@ -155,6 +156,15 @@ def at_ratio(setting: Setting, ratio: float, padded_tokens: int) -> Measured:
         flops=flops + counted.target * shared.unique_targets * (1 + forward / 4),
         auto_layout=f"{auto_layout}, the same" if same else auto_layout,
     )
+
+
+def at_peak(setting: Setting, ratio: float, padded_tokens: int) -> dict[Kind, Cost]:
+    """Cost of one update of each kind whose memory is of interest."""
+    lm = model(SIZES[setting.size]).to(setting.device)
+    rows = _group(setting, ratio)
+    padded = {"padded": padded_tokens, "padded, one batch": WHOLE}
+    costs = {kind: step_cost(lm, rows, setting, layout="padded", micro_batch_tokens=tokens) for kind, tokens in padded.items()}
+    return {"tree": step_cost(lm, rows, setting, layout="tree"), **costs}
 
 
 def rates(setting: Setting) -> tuple[float, float]:
@@ -186,16 +196,13 @@ def comparisons(setting: Setting, measured: Measured, padded_tokens: int) -> lis
     tree, padded, auto = (measured.seconds(kind) for kind in ("tree", "padded", "auto"))
     bar = BARS.get((setting.size, measured.ratio)) if setting.device == "cpu" else None
     lines = [compared(name, tree, padded, peer=f"padded rows, best micro-batch ({padded_tokens:,})", unit=unit, limit=measured.tokens, bar=bar)]
-    alternatives = [tree, padded]
-    if whole := measured.costs.get("padded, one batch"):
-        seconds = measured.seconds("padded, one batch")
-        alternatives.append(seconds)
-        lines.append(compared(name, tree, seconds, peer="one padded batch", unit=unit, note="no limit: large tensors are slower"))
-        if measured.ratio == MEMORY_RATIO:
-            peaks = [[each.peak_mb for each in side] for side in (measured.costs["tree"], whole)]
-            lines.append(compared(f"{name}, peak memory", *peaks, peer="one padded batch", unit="MB", bar=MEMORY_BAR, note="above weights and gradients"))
-            peaks[1] = [each.peak_mb for each in measured.costs["padded"]]
-            lines.append(compared(f"{name}, peak memory", *peaks, peer=f"padded rows, best micro-batch ({padded_tokens:,})", unit="MB"))
+    if once := measured.returning:
+        whole = [[once[kind].cpu_s] for kind in ("tree", "padded, one batch")]
+        lines.append(compared(name, *whole, peer="one padded batch", unit=unit, note="no limit: large tensors are slower"))
+        peaks = [[once[kind].peak_mb] for kind in ("tree", "padded, one batch", "padded")]
+        lines.append(compared(f"{name}, peak memory", *peaks[:2], peer="one padded batch", unit="MB", bar=MEMORY_BAR, note="above weights and gradients"))
+        lines.append(compared(f"{name}, peak memory", peaks[0], peaks[2], peer=f"padded rows, best micro-batch ({padded_tokens:,})", unit="MB"))
+    alternatives = [tree, padded, *([measured.seconds("packed")] if "packed" in measured.costs else [])]
     best = min(alternatives, key=statistics.median)
     lines.append(compared(f"{name}, auto", auto, best, peer="the fastest of these", unit=unit, bar=AUTO_BAR, note=f"took {measured.auto_layout}"))
     return lines
@@ -240,10 +247,12 @@ def run(settings: Sequence[Setting], peak_tflops: float | None, command: str) ->
         all_measured: list[Measured] = []
         for ratio in setting.ratios:
             measured: Measured = alone(at_ratio, setting, ratio, padded_tokens)
+            if ratio == MEMORY_RATIO:
+                measured = replace(measured, returning=apart(at_peak, setting, ratio, padded_tokens, environment=RETURNING))
+                memory.append({"model": setting.size, "sharing": measured.tokens} | {f"{kind} MB": each.peak_mb for kind, each in measured.returning.items()})
             all_measured.append(measured)
             lines += comparisons(setting, measured, padded_tokens)
             gains.append(gain_line(setting, measured, body, head))
-            memory.append({"model": setting.size, "sharing": measured.tokens} | {f"{k} MB": max(c.peak_mb for c in v) for k, v in measured.costs.items()})
             if peak_tflops is not None:
                 achieved = measured.flops / statistics.median(measured.seconds("tree")) / 1e12
                 chip.append({"model": setting.size, "sharing": measured.tokens, "TFLOP/s": achieved, "fraction of the peak": achieved / peak_tflops})
@@ -269,11 +278,11 @@ def planned(arguments: argparse.Namespace) -> list[Setting]:
 
 def _planned(arguments: argparse.Namespace, size: str) -> Setting:
     short: bool = arguments.short
-    setting = Setting(size=size, rows=16, repeats=2 if short else 3, ratios=RATIOS, device=arguments.device, always_whole=not short)
+    setting = Setting(size=size, rows=16, repeats=2 if short else 3, ratios=RATIOS, device=arguments.device)
     if arguments.device != "cpu":
-        setting = replace(setting, repeats=2 if short else 5, always_whole=True)
+        setting = replace(setting, repeats=2 if short else 5)
     elif size in ("135M", "500M"):
-        setting = replace(setting, rows=8, repeats=1, checkpointing=True, always_whole=False)
+        setting = replace(setting, rows=8, repeats=1, checkpointing=True)
     elif short and size == "20M":
         setting = replace(setting, repeats=1, ratios=RATIOS[1:])
     return replace(setting, ratios=tuple(arguments.ratios)) if arguments.ratios else setting

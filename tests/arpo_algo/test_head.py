@@ -98,6 +98,28 @@ def test_logits_far_apart_stay_finite_and_exact():
         assert distance(gradients(head, hidden, naive(head, hidden, targets, 1.0)), gradients(head, hidden, values)) < 1e-12
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("bound", [1, 7, WHOLE])
+@pytest.mark.parametrize("plain", [True, False])
+def test_tokens_ruled_out_by_a_bias_of_minus_infinity_are_as_if_they_were_not_there(plain, bound, dtype, temperature):
+    head, hidden, targets = case(dtype=dtype)
+    kept = nn.Linear(WIDTH, VOCABULARY - 4, dtype=dtype)  # the last four are out, in tiles of one all there is in a tile
+    kept.load_state_dict({name: weight[:-4] for name, weight in head.state_dict().items()})
+    head.bias.data[-4:] = -math.inf
+    targets = targets % (VOCABULARY - 4)
+    chosen = head if plain else subclass(head)
+    got = head_logprobs(chosen, hidden, targets, temperature=temperature, chunk_elements=bound * (1 if plain else VOCABULARY), entropy_grad=True)
+    kept = kept if plain else subclass(kept)
+    expected = naive(kept, hidden, targets, temperature)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    assert all(torch.allclose(a, b.to(a.dtype), atol=tolerance, rtol=0) for a, b in zip(got, expected, strict=True))
+    of_hidden, of_weight, of_bias = gradients(chosen, hidden, got)
+    wanted = gradients(kept, hidden, expected)
+    assert distance(wanted, [of_hidden, of_weight[:-4], of_bias[:-4]]) < tolerance
+    assert not of_weight[-4:].any() and not of_bias[-4:].any()
+
+
 @pytest.mark.parametrize("bound", [300, 10**6])
 def test_float32_stays_close_to_float64(bound):
     head, hidden, targets = case(40, vocabulary=300, width=32, dtype=torch.float32)
@@ -169,8 +191,8 @@ class Doubled(nn.Linear):
 
 
 def subclass(head: nn.Linear) -> nn.Module:
-    doubled = Doubled(WIDTH, VOCABULARY, dtype=torch.float64)
-    doubled.load_state_dict(head.state_dict())
+    doubled = Doubled(WIDTH, VOCABULARY, dtype=head.weight.dtype)
+    doubled.weight, doubled.bias = head.weight, head.bias
     return doubled
 
 
