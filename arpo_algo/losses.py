@@ -28,7 +28,10 @@ class Objective(NamedTuple):
 
 
 class PolicyLoss(Protocol):
-    """A policy objective: :func:`clipped_surrogate`, :func:`gspo`, :func:`cispo` or one of your own, passed to the learner."""
+    """A policy objective: :func:`clipped_surrogate`, :func:`gspo`, :func:`cispo` or one of your own, passed to the learner.
+
+    It has no gradient in rows whose advantages are all 0: the learner does not compute them.
+    """
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float) -> Objective: ...
 

@@ -10,8 +10,9 @@ steps has met the same machine; the first step is not counted. ``grpo_task.py`` 
 with its advantages, *update* the rest of the step, in CPU seconds of the process.
 
 Without branching, one turn: the same groups. In World, several turns: ours as GRPO and as ARPO (branched by entropy, half of the group started at the
-question) beside TRL's own tool-calling loop, at equal numbers of trajectories; and TRL's update of our branched rollouts beside our own of them. Both sides
-compute groups whose rewards are all equal, too. The limit beside padded rows counts tokens, not the padding that early ends leave.
+question) beside TRL's own tool-calling loop, at equal numbers of trajectories; and TRL's update of our branched rollouts beside our own of them. Groups whose
+rewards are all equal, which have no gradient, are left out by ours and computed by TRL. The limit beside padded rows counts tokens, not the padding that early
+ends leave.
 """
 
 from __future__ import annotations

@@ -292,6 +292,23 @@ def test_equal_rewards_leave_the_weights_alone_even_with_momentum():
     assert torch.equal(weights_of(model), before)
 
 
+@pytest.mark.parametrize(("settings", "computed"), [({}, 7), ({"kl_coef": 0.1}, 14), ({"entropy_coef": 0.1}, 14), ({"recompute_old_logprobs": True}, 7)])
+def test_a_group_without_a_signal_is_not_computed_and_counts_in_the_weights(settings, computed):
+    model = tiny_model()
+    trees = [rollout(model, [[3], [4]], seed=seed) for seed in (0, 1)]  # 7 trained tokens each
+    for trajectory in trees[0].trajectories:
+        trajectory.reward = 0.7
+    advantages = [soft(tree, group_advantages(tree.rewards_M, tree.scored_M)) for tree in trees]
+    rows = pad_groups(trees, advantages, pad_id=0, weigh=trajectory_mean)
+    if not settings:
+        # The mean is over four trajectories, two of which have no gradient: half of what the other group has alone.
+        torch.testing.assert_close(gradient_of(model, rows), gradient_of(model, rows_of(trees[1])) / 2)
+    learner, seen = Learner(model, LearnerConfig(**settings)), []
+    learner.logprobs.register_forward_pre_hook(lambda _, args: seen.append(int(args[1].sum())))
+    assert learner.update(rows)["tokens_trained"] == computed
+    assert set(seen) == {computed}
+
+
 def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted():
     model = tiny_model()
     rows = rows_of(rollout(model, [[2], [3]]))
