@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from arpo_algo.bounds import check_above, check_at_least
 from arpo_algo.branching import AnyBranching, EntropyBranching, check_strategy
 from arpo_algo.learner import LearnerConfig
 from arpo_algo.rollout_config import RolloutConfig
@@ -76,15 +77,10 @@ class ARPOConfig(LearnerConfig):
         self._check_counts()
 
     def _check_counts(self) -> None:
-        for name in ("steps", "tasks_per_step", "save_every", "keep_checkpoints"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("lora_rank", "resample_rounds", "max_staleness", "overlong_buffer", "eval_every", "record_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        check_at_least(self, 1, "steps", "tasks_per_step", "save_every", "keep_checkpoints")
+        check_at_least(self, 0, "lora_rank", "resample_rounds", "max_staleness", "overlong_buffer", "eval_every", "record_every")
+        check_above(self, 0, "max_mismatch")
         if self.update_in_flight and not self.max_staleness:
             raise ValueError("update_in_flight=True needs max_staleness of at least 1, got 0: without it nothing is under way during an update")
-        if not self.max_mismatch > 0:
-            raise ValueError(f"max_mismatch must be greater than 0, got {self.max_mismatch}")
         if self.overlong_buffer > self.overlong_limit:
             raise ValueError(f"overlong_buffer must be at most overlong_limit={self.overlong_limit}, got {self.overlong_buffer}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from arpo_algo.bounds import check_above, check_at_least
 from arpo_algo.optim import Schedule
 
 
@@ -65,12 +66,8 @@ class LearnerConfig:
         for name, known in (("layout", ("auto", "tree", "packed", "padded")), ("dtype", ("float32", "bfloat16")), ("schedule", get_args(Schedule))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}")
-        for name in ("lr", "max_grad_norm", "epochs", "minibatches", "micro_batch_tokens", "temperature", "logit_chunk_mib"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be greater than 0, got {getattr(self, name)}")
-        for name in ("weight_decay", "warmup_steps", "clip_low", "clip_high", "kl_coef", "entropy_coef"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        check_above(self, 0, "lr", "max_grad_norm", "epochs", "minibatches", "micro_batch_tokens", "temperature", "logit_chunk_mib")
+        check_at_least(self, 0, "weight_decay", "warmup_steps", "clip_low", "clip_high", "kl_coef", "entropy_coef")
         if self.schedule != "constant" and (self.total_steps or 0) <= self.warmup_steps:
             raise ValueError(f"schedule {self.schedule!r} needs total_steps > warmup_steps={self.warmup_steps}, got total_steps={self.total_steps}")
         if self.dtype == "bfloat16" and not self.recompute_old_logprobs:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from arpo_algo.bounds import check_at_least
+
 Unsettled = Literal["count", "error"]
 
 
@@ -37,17 +39,12 @@ class RolloutConfig:
     """A decision that estimated entropies leave open: ``count`` goes by the estimates and counts it, ``error`` stops the run. Exact ones leave none open."""
 
     def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ValueError(f"group_size must be at least 1, got {self.group_size}")
-        if not 1 <= self.initial <= self.group_size:
+        check_at_least(self, 1, "group_size", "initial", "window", "max_turn_tokens", "reserve_tokens", "max_live")
+        check_at_least(self, 0, "temperature", "env_workers")
+        if self.initial > self.group_size:
             raise ValueError(f"initial must be in [1, group_size={self.group_size}], got {self.initial}")
-        for name in ("window", "max_turn_tokens", "reserve_tokens", "max_live"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(f"temperature must be at least 0 and top_p in (0, 1], got {self.temperature} and {self.top_p}")
-        if self.env_workers < 0:
-            raise ValueError(f"env_workers must be at least 0, got {self.env_workers}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.unsettled not in get_args(Unsettled):
             raise ValueError(f"unsettled must be one of {', '.join(get_args(Unsettled))}, got {self.unsettled!r}")
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from arpo_algo.bounds import check_above
 from arpo_algo.logprobs import TokenLogprobs
 from arpo_algo.optim import Muon, check_trainable, decay_groups, schedule_factor
 from arpo_algo.packing import Rows, micro_batches, token_mean
@@ -65,9 +66,7 @@ class SFTConfig:
     """Order of the examples."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "lr", "max_grad_norm", "micro_batch_tokens"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be greater than 0, got {getattr(self, name)}")
+        check_above(self, 0, "steps", "batch_size", "lr", "max_grad_norm", "micro_batch_tokens")
         if not 0 <= self.warmup_steps < self.steps:
             raise ValueError(f"warmup_steps must be in [0, steps={self.steps}), got {self.warmup_steps}")
 

@@ -58,6 +58,8 @@ _UNLIMITED = nullcontext()
 
 def check_prototypes(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
     """The tools by name, plain functions made into tools. ``TypeError`` or ``ValueError`` for one that breaks the contract or a name."""
+    if isinstance(tools, Tool) or callable(tools):
+        raise TypeError(f"tools must be a list of tools, got {getattr(tools, 'name', None) or getattr(tools, '__name__', tools)!r} alone: write tools=[...]")
     prototypes: dict[str, Tool] = {}
     for given in tools:
         if isinstance(given, type):

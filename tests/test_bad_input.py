@@ -159,6 +159,20 @@ def test_class_given_as_a_tool(seen: str) -> None:
     assert str(error.value) == seen
 
 
+@case("One tool is given, not a list of tools", STARTS, "tools must be a list of tools, got 'search' alone: write tools=[...]")
+def test_one_tool_alone(seen: str) -> None:
+    with pytest.raises(TypeError) as error:
+        tool_env(search)
+    assert str(error.value) == seen
+
+
+@case("A setting that counts is given as text", STARTS, "micro_batch_tokens must be an integer greater than 0, got '4096'")
+def test_number_given_as_text(seen: str) -> None:
+    with pytest.raises(TypeError) as error:
+        LearnerConfig(micro_batch_tokens="4096")  # type: ignore[arg-type]
+    assert str(error.value) == seen
+
+
 @case("A tool gives 1 MB of text", ON, "[... 983616 characters left out ...]")
 def test_tool_result_of_a_megabyte(seen: str) -> None:
     @arpo_env.tool(name="search")

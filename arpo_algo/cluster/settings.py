@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from arpo_algo.bounds import check_above, check_at_least
+
 
 @dataclass(frozen=True, kw_only=True)
 class RaySettings:
@@ -47,19 +49,11 @@ class RaySettings:
     """Folder for Ray Train's own records, which all machines with learner ranks must see; None: a temporary one, for ranks on one machine."""
 
     def __post_init__(self) -> None:
-        for name in ("engines", "rollout_actors", "learners", "chunk_mib"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("engine_gpus", "engine_cpus", "env_cpus", "learner_cpus", "max_replacements"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        check_at_least(self, 1, "engines", "rollout_actors", "learners", "chunk_mib", "local_cpus", "object_store_mib")
+        check_at_least(self, 0, "engine_gpus", "engine_cpus", "env_cpus", "learner_cpus", "max_replacements")
+        check_above(self, 0, "start_timeout")
         if self.learner_gpus not in (0, 1):
             raise ValueError(f"learner_gpus must be 0 or 1, got {self.learner_gpus}: a rank computes on one device; raise learners instead")
-        for name in ("local_cpus", "object_store_mib"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.start_timeout > 0:
-            raise ValueError(f"start_timeout must be greater than 0, got {self.start_timeout}")
         self._check_address()
 
     def _check_address(self) -> None:

@@ -600,6 +600,22 @@ def test_bad_configurations_name_the_values(settings, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"micro_batch_tokens": "4096"}, "micro_batch_tokens must be an integer greater than 0, got '4096'"),
+        ({"epochs": 1.5}, "epochs must be an integer greater than 0, got 1.5"),
+        ({"lr": None}, "lr must be a number greater than 0, got None"),
+        ({"kl_coef": True}, "kl_coef must be a number at least 0, got True"),
+    ],
+)
+def test_what_is_no_number_is_named(settings, message):
+    with pytest.raises(TypeError) as error:
+        LearnerConfig(**settings)
+    assert str(error.value) == message
+    assert LearnerConfig(micro_batch_tokens=np.int64(7), lr=np.float32(1)).micro_batch_tokens == 7
+
+
 def test_nothing_trainable_is_refused():
     with pytest.raises(ValueError, match="none with requires_grad"):
         Learner(tiny_model().requires_grad_(False), LearnerConfig())

@@ -629,10 +629,10 @@ def test_max_live_bounds_the_trajectories_alive_at_once() -> None:
     [
         ({"group_size": 0, "initial": 1}, "group_size must be at least 1, got 0"),
         ({"group_size": 4, "initial": 5}, r"initial must be in \[1, group_size=4\], got 5"),
-        ({"initial": 0}, "initial must be in .* got 0"),
+        ({"initial": 0}, "initial must be at least 1, got 0"),
         ({"window": 0}, "window must be at least 1, got 0"),
         ({"reserve_tokens": 0}, "reserve_tokens must be at least 1"),
-        ({"top_p": 0.0}, r"top_p in \(0, 1\]"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
         ({"temperature": -1.0}, "temperature must be at least 0"),
         ({"env_workers": -1}, "env_workers must be at least 0, got -1"),
     ],
