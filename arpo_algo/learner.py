@@ -90,16 +90,16 @@ class Learner:
     def update(self, rows: Rows) -> dict[str, float]:
         """Train on one batch of rollouts and return its metrics, those of the whole batch on every rank.
 
-        Rows whose gradient is 0 whatever the model says, with no trained token or with all advantages 0 and neither a KL nor an entropy term, are not computed;
-        they count in the weights of the others all the same. Metrics are means over the tokens of the other rows and passes unless their name says otherwise;
-        ``kl`` is there only where a reference is, ``mismatch/...`` (:class:`~arpo_algo.tally.Mismatch`) is measured before the first step changes anything. A
-        batch without such rows and a step whose gradient is exactly 0 leave the weights alone (momentum would still move them); a gradient that is not finite
-        skips its step.
+        Rows without a gradient are left out: those with no trained token, and those with all advantages 0 where no KL or entropy term pulls. They count in the
+        weights of the others all the same. Metrics are means over trained tokens of the other rows, and over passes, unless their name says otherwise; ``kl``
+        is there only where a reference is, ``mismatch/...`` (:class:`~arpo_algo.tally.Mismatch`) is measured before the first step changes anything. A batch
+        of which nothing is left, and a step whose gradient is exactly 0, leave the weights alone (momentum would still move them); a gradient that is not
+        finite skips its step.
         """
         started, config, tally = time.perf_counter(), self.config, Tally()
         self.optimizer.zero_grad(set_to_none=True)  # what an update that was interrupted has left
         mismatch = Mismatch(clip_low=config.clip_low, clip_high=config.clip_high, cap=config.importance_cap)
-        pulls = rows.mask & (rows.advantages != 0 if not self._always_pulls else True)
+        pulls = rows.mask if self._always_pulls else rows.mask & (rows.advantages != 0)
         rows = rows.select(np.flatnonzero(pulls.any(1)))
         rows = self._with_ref_logprobs(self._with_old_logprobs(rows, mismatch))
         with self._mode():
