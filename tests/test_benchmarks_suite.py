@@ -94,10 +94,12 @@ def test_the_lines_of_an_update() -> None:
     padded, auto = update.comparisons(setting, one, 1700)
     assert (padded.ratio, padded.low, padded.high, padded.limit, padded.bar, padded.met) == (1.75, 1.5, 2.0, 2.9, 1.8, False)
     assert (auto.ratio, auto.met) == (0.9, False)  # beside the tree, the fastest: 2 / 2.5 and 2 / 2
-    once = {"tree": measure.Cost(2.2, 50), "padded": measure.Cost(4.0, 20), "padded, one batch": measure.Cost(5.5, 90)}
-    _, whole, memory, beside, _ = update.comparisons(setting, dataclasses.replace(one, returning=once), 1700)
+    once = {"tree": (2.2, 50), "tree, one piece": (2.5, 30), "padded": (4.0, 20), "padded, one batch": (5.5, 90)}
+    once = {kind: measure.Cost(*pair) for kind, pair in once.items()}
+    _, whole, memory, piece, beside, _ = update.comparisons(setting, dataclasses.replace(one, returning=once), 1700)
     assert (whole.ratio, whole.bar) == (2.5, None)
     assert (memory.ratio, memory.unit, memory.met) == (1.8, "MB", True)  # 90 / 50, of which it asks 1 / 0.65
+    assert (piece.ratio, piece.bar) == (3.0, None)
     assert (beside.ratio, beside.bar) == (0.4, None)
     apart = dataclasses.replace(one, ratio=1.0, costs={**one.costs, "packed": [measure.Cost(1.0, 0)] * 2})
     assert update.comparisons(setting, apart, 1700)[-1].ratio == (1 / 2.5 + 1 / 2) / 2, "packed rows may be the fastest"

@@ -55,7 +55,7 @@ class Setting:
     checkpointing: bool = False
 
 
-Kind = Literal["tree", "padded", "padded, one batch", "packed", "auto"]
+Kind = Literal["tree", "tree, one piece", "padded", "padded, one batch", "packed", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +162,13 @@ def at_peak(setting: Setting, ratio: float, padded_tokens: int) -> dict[Kind, Co
     """Cost of one update of each kind whose memory is of interest."""
     lm = model(SIZES[setting.size]).to(setting.device)
     rows = _group(setting, ratio)
-    padded = {"padded": padded_tokens, "padded, one batch": WHOLE}
-    costs = {kind: step_cost(lm, rows, setting, layout="padded", micro_batch_tokens=tokens) for kind, tokens in padded.items()}
-    return {"tree": step_cost(lm, rows, setting, layout="tree"), **costs}
+    settings: dict[Kind, dict[str, Any]] = {
+        "tree": {"layout": "tree"},
+        "tree, one piece": {"layout": "tree", "micro_batch_tokens": WHOLE},
+        "padded": {"layout": "padded", "micro_batch_tokens": padded_tokens},
+        "padded, one batch": {"layout": "padded", "micro_batch_tokens": WHOLE},
+    }
+    return {kind: step_cost(lm, rows, setting, **config) for kind, config in settings.items()}
 
 
 def rates(setting: Setting) -> tuple[float, float]:
@@ -199,9 +203,12 @@ def comparisons(setting: Setting, measured: Measured, padded_tokens: int) -> lis
     if once := measured.returning:
         whole = [[once[kind].cpu_s] for kind in ("tree", "padded, one batch")]
         lines.append(compared(name, *whole, peer="one padded batch", unit=unit, note="no limit: large tensors are slower"))
-        peaks = [[once[kind].peak_mb] for kind in ("tree", "padded, one batch", "padded")]
-        lines.append(compared(f"{name}, peak memory", *peaks[:2], peer="one padded batch", unit="MB", bar=MEMORY_BAR, note="above weights and gradients"))
-        lines.append(compared(f"{name}, peak memory", peaks[0], peaks[2], peer=f"padded rows, best micro-batch ({padded_tokens:,})", unit="MB"))
+        tree_mb, piece_mb, batches_mb, batch_mb = ([each.peak_mb] for each in once.values())
+        lines.append(
+            compared(f"{name}, peak memory", tree_mb, batch_mb, peer="one padded batch", unit="MB", bar=MEMORY_BAR, note="above weights and gradients")
+        )
+        lines.append(compared(f"{name}, in one piece, peak memory", piece_mb, batch_mb, peer="one padded batch", unit="MB"))
+        lines.append(compared(f"{name}, peak memory", tree_mb, batches_mb, peer=f"padded rows, best micro-batch ({padded_tokens:,})", unit="MB"))
     alternatives = [tree, padded, *([measured.seconds("packed")] if "packed" in measured.costs else [])]
     best = min(alternatives, key=statistics.median)
     lines.append(compared(f"{name}, auto", auto, best, peer="the fastest of these", unit=unit, bar=AUTO_BAR, note=f"took {measured.auto_layout}"))
