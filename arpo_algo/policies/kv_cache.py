@@ -65,6 +65,11 @@ class Base:
     def bytes(self) -> int:
         return self.cache.bytes
 
+    @property
+    def computed(self) -> Ids:
+        """Those of its tokens that have been computed: none where the forward raised."""
+        return self.ids[: self.cache.lengths[0]]
+
     def rows(self, rows: Ids, device: torch.device) -> BaseRows:
         keys, values = self.cache.buffers.keys, self.cache.buffers.values
         length = len(self.ids)
@@ -189,8 +194,8 @@ class KVCache(Cache):
         cache = KVCache(max_bytes=0, rows=1, capacity=_up(len(ids), _LENGTH_STEP))
         cache.buffers.token_bytes = self.buffers.token_bytes
         cache.claim(ids)
-        like = max(self.bases.values(), key=lambda base: common_prefix(base.ids, ids[:-1]), default=None)
-        if like is not None and (common := common_prefix(like.ids, ids[:-1])):
+        like = max(self.bases.values(), key=lambda base: common_prefix(base.computed, ids[:-1]), default=None)
+        if like is not None and (common := common_prefix(like.computed, ids[:-1])):
             cache.buffers.begin_with(like.cache.buffers, common, rows=1, capacity=cache.capacity)
             cache.lengths[0] = common
         self._bases_made += 1
