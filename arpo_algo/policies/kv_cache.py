@@ -238,7 +238,7 @@ class KVCache(Cache):
         self.reserve(len(ids))
         row, common = found if found is not None and self._holds(found, ids, base) else self.find(ids, base)
         if self.lengths[row] > common or row in self.in_use:
-            source, row = row, self._spare(keep=row)
+            source, row = row, self._spare(keep=row if common else None)
             if row != source:  # else the source is the only idle row, and is shortened in place
                 self.buffers.copy(source, row, common)
         self.lengths[row] = common
@@ -296,7 +296,7 @@ class KVCache(Cache):
         idle[self.in_use] = False
         return idle
 
-    def _spare(self, keep: int) -> int:
+    def _spare(self, keep: int | None) -> int:
         """An idle row to overwrite: an empty one, else a new one, else the one used longest ago other than ``keep``, else ``keep``."""
         idle = np.flatnonzero(self._idle())
         order = idle[np.argsort(self._used[idle], kind="stable")]
@@ -307,7 +307,7 @@ class KVCache(Cache):
             old = self.rows
             self._resize(max(self.active + 1, min(2 * old, affordable)), self.capacity)
             return old
-        return int(next((row for row in order if row != keep), keep))
+        return int(next((row for row in order if row != keep), order[0]))
 
     def _affordable(self, capacity: int) -> int:
         """How many rows of this capacity ``max_bytes`` pays for; unbounded while the shape of the buffers is not known."""
