@@ -65,6 +65,11 @@ class Base:
     def bytes(self) -> int:
         return self.cache.bytes
 
+    @property
+    def computed(self) -> Ids:
+        """Those of its tokens that have been computed: none where the forward raised."""
+        return self.ids[: self.cache.lengths[0]]
+
     def rows(self, rows: Ids, device: torch.device) -> BaseRows:
         keys, values = self.cache.buffers.keys, self.cache.buffers.values
         length = len(self.ids)
@@ -189,8 +194,8 @@ class KVCache(Cache):
         cache = KVCache(max_bytes=0, rows=1, capacity=_up(len(ids), _LENGTH_STEP))
         cache.buffers.token_bytes = self.buffers.token_bytes
         cache.claim(ids)
-        like = max(self.bases.values(), key=lambda base: common_prefix(base.ids, ids[:-1]), default=None)
-        if like is not None and (common := common_prefix(like.ids, ids[:-1])):
+        like = max(self.bases.values(), key=lambda base: common_prefix(base.computed, ids[:-1]), default=None)
+        if like is not None and (common := common_prefix(like.computed, ids[:-1])):
             cache.buffers.begin_with(like.cache.buffers, common, rows=1, capacity=cache.capacity)
             cache.lengths[0] = common
         self._bases_made += 1
@@ -233,7 +238,7 @@ class KVCache(Cache):
         self.reserve(len(ids))
         row, common = found if found is not None and self._holds(found, ids, base) else self.find(ids, base)
         if self.lengths[row] > common or row in self.in_use:
-            source, row = row, self._spare(keep=row)
+            source, row = row, self._spare(keep=row if common else None)
             if row != source:  # else the source is the only idle row, and is shortened in place
                 self.buffers.copy(source, row, common)
         self.lengths[row] = common
@@ -291,7 +296,7 @@ class KVCache(Cache):
         idle[self.in_use] = False
         return idle
 
-    def _spare(self, keep: int) -> int:
+    def _spare(self, keep: int | None) -> int:
         """An idle row to overwrite: an empty one, else a new one, else the one used longest ago other than ``keep``, else ``keep``."""
         idle = np.flatnonzero(self._idle())
         order = idle[np.argsort(self._used[idle], kind="stable")]
@@ -302,7 +307,7 @@ class KVCache(Cache):
             old = self.rows
             self._resize(max(self.active + 1, min(2 * old, affordable)), self.capacity)
             return old
-        return int(next((row for row in order if row != keep), keep))
+        return int(next((row for row in order if row != keep), order[0]))
 
     def _affordable(self, capacity: int) -> int:
         """How many rows of this capacity ``max_bytes`` pays for; unbounded while the shape of the buffers is not known."""

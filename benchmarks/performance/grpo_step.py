@@ -238,7 +238,7 @@ class Report:
         self.rows.append(compared(f"{name}: update by layout", chosen, padded, peer="ours, padded rows", unit="CPU s", limit=limit, note=note))
 
     def add_work(self, case: str, taken: Mapping[str, Sequence[Step]]) -> None:
-        """Tokens and seconds of every side: that none left anything out."""
+        """Tokens and seconds of every side: how much each trained."""
         for side, steps in taken.items():
             line: dict[str, Any] = {"case": case, "side": side, "steps": len(steps)}
             line |= {"trained tokens a step": statistics.mean(step.facts["tokens"] for step in steps)}

@@ -114,7 +114,7 @@ def describe(title: str, metrics: dict[str, Any]) -> str:
         update, trained = metrics["seconds/update"], metrics["tokens_trained"]
         lines.append(
             f"seconds of the step: rollout {seconds:.1f} (tools {metrics['seconds/tools']:.2f}, summed over trajectories), update {update:.1f}"
-            f" ({trained:g} tokens trained, {metrics['tokens/total'] / update:.1f} tokens/s forward and backward)"
+            f" ({trained:g} tokens trained, {trained / update:.1f} of them a second)"
         )
     return "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
 

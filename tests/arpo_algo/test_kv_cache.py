@@ -204,6 +204,35 @@ def test_bases_give_way_to_others_but_never_under_a_row_in_use() -> None:
     assert not cache.bases and cache.bytes == 0
 
 
+def test_the_idle_row_used_longest_ago_goes() -> None:
+    cache = KVCache(max_bytes=2 * 4 * 64 * 3, rows=3)  # three rows of 64 tokens of one key and one value of 4 bytes
+    for first in (10, 20, 30, 40):
+        cache.claim(np.array([first, first + 1]))
+        rows, counts = np.array(cache.in_use), np.array([2])
+        states = cache.inputs(rows, counts, dtype=torch.float32, device=torch.device("cpu"))["input_ids"][:, None, :, None].float()
+        cache.update(states, -states, 0)
+        cache.computed(rows, counts)
+        cache.release(0)
+    assert sorted(cache.tokens[:, 0]) == [20, 30, 40]
+
+
+def test_a_base_whose_forward_raised_gives_nothing_to_another() -> None:
+    model = deep()
+    decoder = CachedDecoder(model, DecodingStats(), max_bytes=1 << 20, min_base=4)
+    first, second = (np.array(prompt(20, 1) + prompt(5, seed)) for seed in (2, 3))
+
+    def interrupt(*_: Any) -> None:
+        raise MemoryError
+
+    with torch.inference_mode():
+        hook = model.model.layers[0].register_forward_hook(interrupt)
+        with pytest.raises(MemoryError):
+            decoder.join([first], [0])
+        hook.remove()
+        decoder.join([second], [1])
+        torch.testing.assert_close(decoder.step()[0], model(torch.from_numpy(second)[None]).logits[0, -1], atol=1e-4, rtol=1e-4)
+
+
 def test_bases_that_went_are_computed_again() -> None:
     model = deep()
     policy = TransformersPolicy(model, Letters(), cache_bytes=1)
