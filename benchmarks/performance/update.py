@@ -9,8 +9,8 @@ forward. Groups are those of ``shapes.py``: 16 trajectories (135M: 8, with gradi
 
 The packed tree is computed with the learner's default settings, cut at its trunk where it is larger than a micro-batch. It stands beside the best of several
 micro-batch sizes of padded rows, which a first trial on some of the rows finds, and beside all rows as one padded batch. ``auto`` is the learner with its
-default settings, beside the fastest of these (and not run again where it took the tree). The repetitions of a ratio run in one process of their own, taking
-turns. Peak memory is what the process grows by during an update, less the gradients; it is measured in a process of its own, which gives back every large
+default settings, beside the fastest of these (and not run again where it does the same as one of them). The repetitions of a ratio run in one process of
+their own, taking turns. Peak memory is what the process grows by during an update, less the gradients; it is measured in a process of its own, which gives back every large
 block of memory as soon as it is free.
 
 Where the rest goes: body and head are timed apart, on rows too short to have any attention to speak of; what a step takes beyond them for its tokens and
@@ -133,8 +133,10 @@ def at_ratio(setting: Setting, ratio: float, padded_tokens: int) -> Measured:
         "tree": {"layout": "tree"},
         "padded": {"layout": "padded", "micro_batch_tokens": padded_tokens},
     }
-    same = auto_layout == "tree"
-    if not same:
+    longest = int(rows.lengths.max())
+    padded_alike = default.config.micro_batch_tokens // longest == padded_tokens // longest  # as many rows in a micro-batch
+    same: Kind | None = "tree" if auto_layout == "tree" else "padded" if padded_alike else None
+    if same is None:
         settings["auto"] = {"layout": "auto"}
     if ratio < 2:  # where rows share little, it may be better to pack them as they are
         settings["packed"] = {"layout": "packed"}
@@ -149,12 +151,12 @@ def at_ratio(setting: Setting, ratio: float, padded_tokens: int) -> Measured:
     flops = counted.token * shared.unique_tokens * (1 + forward / 3) + counted.pair * shared.unique_pairs * (1 + forward * 2 / 7)
     return Measured(
         ratio=ratio,
-        costs=costs | {"auto": costs["tree"]} if same else costs,
+        costs=costs if same is None else costs | {"auto": costs[same]},
         tokens=shared.tokens,
         predicted=counted.gain(shared),
         totals={"tree": (shared.unique_tokens, shared.unique_targets), "padded": (int(rows.lengths.sum()), int(rows.mask.sum()))},
         flops=flops + counted.target * shared.unique_targets * (1 + forward / 4),
-        auto_layout=f"{auto_layout}, the same" if same else auto_layout,
+        auto_layout=auto_layout if same is None else f"{auto_layout}, the same",
     )
 
 
