@@ -10,8 +10,8 @@ forward. Groups are those of ``shapes.py``: 16 trajectories (135M: 8, with gradi
 The packed tree is computed with the learner's default settings, cut at its trunk where it is larger than a micro-batch. It stands beside the best of several
 micro-batch sizes of padded rows, which a first trial on some of the rows finds, and beside all rows as one padded batch. ``auto`` is the learner with its
 default settings, beside the fastest of these (and not run again where it does the same as one of them). The repetitions of a ratio run in one process of
-their own, taking turns. Peak memory is what the process grows by during an update, less the gradients; it is measured in a process of its own, which gives back every large
-block of memory as soon as it is free.
+their own, taking turns. Peak memory is what the process grows by during an update, less the gradients; it is measured in a process of its own, which gives
+back every large block of memory as soon as it is free.
 
 Where the rest goes: body and head are timed apart, on rows too short to have any attention to speak of; what a step takes beyond them for its tokens and
 targets is attention, packing, the optimiser, and what large tensors lose by not fitting into the caches.
