@@ -321,7 +321,6 @@ class KVCache(Cache):
             worth = np.where(self._idle(), self._used, self._clock + 1)
             kept = np.sort(np.argsort(-worth, kind="stable")[:rows])
             self.in_use = np.searchsorted(kept, self.in_use).tolist()
-
         self.buffers.resize(kept, rows=rows, capacity=capacity)
         tokens = np.zeros((rows, capacity), np.int64)
         tokens[: len(kept), : self.capacity] = self.tokens[kept]
